@@ -55,6 +55,8 @@ from lowtide.saved import (
 )
 from lowtide.selection import every
 from lowtide.training_level import ActivationCheckpointing
+from lowtide.verify import verify
+from lowtide.verifying.verification import Verification
 
 if TYPE_CHECKING:  # of what `__getattr__` gives, a type checker knows no more than a module
     from lowtide import lightning as lightning
@@ -105,6 +107,7 @@ __all__ = [
     "UncountedWarning",
     "UnsupportedError",
     "UsageError",
+    "Verification",
     "__version__",
     "budget",
     "checkpoint",
@@ -128,4 +131,5 @@ __all__ = [
     "replayable",
     "saved_tensors",
     "use_cpu_allocator",
+    "verify",
 ]

@@ -15,11 +15,11 @@ import sys
 from collections.abc import Sequence
 
 import lowtide
-from lowtide.cli import curve, explain, plan, report, run, saved, snapshot, trace
+from lowtide.cli import curve, explain, plan, report, run, saved, snapshot, trace, verify
 from lowtide.cli.arguments import of_default_limit
 from lowtide.errors import BudgetError, LowtideError
 
-_VERBS = (saved, explain, plan, curve, run, report, trace, snapshot)
+_VERBS = (saved, explain, plan, curve, run, verify, report, trace, snapshot)
 _WIDTH = 500
 
 

@@ -92,12 +92,12 @@ def dry_run(
         UsageError: `function` cannot be called; called inside a budget or region, or with grad
             disabled; or a real step is needed, but the model has no memory, or `real` is false.
     """
-    _check_step(function)
+    check_step(function)
     found = Found(function, args, kwargs)
     device = _device(found)
     costs = CostModel(device, on)
     tensors = [*found.state(), *found.tensors]
-    _refuse_unsized(tensors)
+    refuse_unsized(tensors)
     ours = not any(map(fakes.is_fake, tensors))
     mode = fakes.fake_mode(tensors)
     with nothing_kept(mode) if ours else nullcontext():
@@ -119,8 +119,8 @@ def dry_run(
     return step
 
 
-def _check_step(function: object) -> None:
-    """Refuse what is no step, and where none can be recorded."""
+def check_step(function: object, what: str = "a plan cannot be made") -> None:
+    """Refuse what is no step, and where none can be recorded; `what` cannot be done there."""
     if not callable(function):
         raise UsageError(
             "the step must be a callable (a module, or a function of its arguments); got "
@@ -134,12 +134,12 @@ def _check_step(function: object) -> None:
     check_runs_now(function)
     if current_recorder() is not None or not recordable():
         raise UsageError(
-            "a plan cannot be made inside a budget or checkpointed region, nor with grad disabled "
-            "or under torch.compile: there would be no backward to plan for. Call it outside."
+            f"{what} inside a budget or checkpointed region, nor with grad disabled or under "
+            "torch.compile: there would be no backward. Call it outside."
         )
 
 
-def _refuse_unsized(tensors: list[torch.Tensor]) -> None:
+def refuse_unsized(tensors: list[torch.Tensor]) -> None:
     lazy = sum(isinstance(tensor, _WITHOUT_SIZE) for tensor in tensors)
     if lazy:
         raise UsageError(

@@ -246,7 +246,7 @@ class _Saved:
             for parameter in _compat.parameters_and_buffers(module)[0].values():
                 if parameter is not None:  # libraries keep what they add to one in its attributes
                     self._take(vars(parameter), _DEPTH, seen)
-        self._draws = [(generator, generator.get_state()) for generator in _generators()]
+        self._draws = [(generator, generator.get_state()) for generator in default_generators()]
         self._random = random.getstate()
         numpy = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random.get_state()
@@ -308,10 +308,13 @@ class RealState:
     Attributes:
         moved: once it is over, how many parameters were written: copying all of them up front could
             take as much memory as the step itself, so that these are reported and not restored.
+            With `whole` they are copied, to main memory, and restored, and so are the other tensors
+            that were found.
     """
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: Found, *, whole: bool = False) -> None:
         self._found = found
+        self._whole = whole
         self._python = _Saved(found)
         self.moved = 0
 
@@ -333,6 +336,9 @@ class RealState:
             for buffer in _compat.parameters_and_buffers(module)[1].values()
             if buffer is not None
         ]
+        if self._whole:
+            more = {id(t): t for t in (*parameters.values(), *self._found.tensors)}
+            self._contents += [_content(t, "cpu") for t in more.values() if _has_content(t)]
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -369,12 +375,24 @@ def _state(parameter: torch.Tensor) -> tuple[int, int]:
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _content(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+def _content(
+    tensor: torch.Tensor, device: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor, int | None]:
     version = None if tensor.is_inference() else _compat.version_of(tensor)
-    return tensor, tensor.detach().clone(), version
+    plain = tensor.detach()
+    copy = plain.clone() if device is None else plain.to(device, copy=True)
+    return tensor, copy, version
 
 
-def _generators() -> list[torch.Generator]:
+def _has_content(tensor: torch.Tensor) -> bool:
+    """Whether there is memory to copy: FSDP1 frees that of parameters."""
+    if nn.parameter.is_lazy(tensor) or tensor.device.type == "meta" or tensor.is_inference():
+        return False
+    storage = _compat.storage_of(tensor)
+    return storage is None or storage.nbytes() >= tensor.nbytes
+
+
+def default_generators() -> list[torch.Generator]:
     """The default generators: the CPU's, and those of the accelerator's devices."""
     found = [torch.default_generator]
     kind = torch.accelerator.current_accelerator()

@@ -56,11 +56,11 @@ def fits(peak: int, device: torch.device) -> bool:
     return free is None or peak <= _SHARE * free
 
 
-class _OnTrial(Budget):
+class OnTrial(Budget):
     """Takes the place of a budget that the model may have of its own, on purpose."""
 
-    def __init__(self, plan: Plan, *, device: torch.device) -> None:
-        super().__init__(plan, device=device)
+    def __init__(self, limit: int | Plan, *, device: torch.device) -> None:
+        super().__init__(limit, device=device)
         self._loop.on_trial = True
 
 
@@ -85,7 +85,7 @@ def try_steps(
     """
     found = Found(function, args, kwargs)
     device = device_of(found)
-    budget = None if plan is None else _OnTrial(plan, device=device)
+    budget = None if plan is None else OnTrial(plan, device=device)
     trials: list[Trial] = []
 
     def step(limit: Budget | None) -> None:
@@ -127,7 +127,7 @@ def run_step(
     """One real step under a plan, starting without gradients; puts back what it changes."""
     found = Found(function, args, kwargs)
     with _put_back(found):
-        limit = None if plan.limit is None else _OnTrial(plan, device=device_of(found))
+        limit = None if plan.limit is None else OnTrial(plan, device=device_of(found))
         _step(function, args, kwargs, limit, own_backward)
 
 

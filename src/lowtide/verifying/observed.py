@@ -1,0 +1,173 @@
+"""What a step leaves behind: its results, gradients, buffers and random states, under their names.
+
+Problem: two runs of one step have to be compared bit by bit, and what differs has to be named so
+that its owner finds it. Invariant: what is observed is a copy, in main memory, so that the next run
+cannot change it; NaN equals itself, and 0.0 is not -0.0. Imports `_compat`, dryrun and state.
+Rejected: `torch.allclose`, which calls a gradient right that is nearly so.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+
+from lowtide import _compat
+from lowtide.dryrun.standins import default_generators
+from lowtide.verifying.state import Reached
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that a step has left behind with other bits than the plain step.
+
+    Attributes:
+        kind: "result", "gradient", "parameter", "buffer", "input" or "random state".
+        name: the qualified name of a parameter or buffer; the place of a result or input; the
+            device of a generator.
+        differing: how many elements differ; all of them if the shape or dtype does, or if only one
+            of the two is there.
+        elements: how many there are.
+        largest: the largest absolute difference of two elements; None if there is none to tell, as
+            of NaN.
+    """
+
+    kind: str
+    name: str
+    differing: int
+    elements: int
+    largest: float | None
+
+    def __str__(self) -> str:
+        by = "" if self.largest is None else f", by at most {self.largest:.3g}"
+        named = f" {self.name}" if self.name else ""
+        return f"{self.kind}{named}: {self.differing} of {self.elements} elements{by}"
+
+
+Observed = dict[tuple[str, str], Tensor | None]
+"""What a step has left, by kind and name. None: it has left none."""
+
+
+def observe(reached: Reached, result: Any, others: list[Tensor]) -> Observed:
+    """Copy what a step has left. `others`: leaves of its graph, of which some may be known."""
+    found: Observed = {}
+    for name, tensor in _named(result):
+        found["result", name] = _copied(tensor)
+    known = set()
+    for kind, name, tensor in reached.named():
+        known.add(id(tensor))
+        if kind == "parameter" or tensor.requires_grad:
+            found["gradient", name] = None if tensor.grad is None else _copied(tensor.grad)
+        found[kind, name] = _copied(tensor)
+    more = [leaf for leaf in others if id(leaf) not in known]
+    for place, leaf in enumerate(more):
+        name = f"of leaf {place} of shape {tuple(leaf.shape)}"
+        found["gradient", name] = None if leaf.grad is None else _copied(leaf.grad)
+    for generator in (*default_generators(), *reached.generators):
+        found["random state", _unused(found, str(generator.device))] = generator.get_state()
+    found["random state", "of Python"] = _numbers(random.getstate()[1])
+    if "numpy" in sys.modules:
+        found["random state", "of NumPy"] = _numbers(
+            sys.modules["numpy"].random.get_state()[1].tolist()
+        )
+    return found
+
+
+def differences(plain: Observed, other: Observed) -> list[Difference]:
+    """What differs, in the order in which it was observed."""
+    found = []
+    for (kind, name), one in plain.items():
+        two = other.get((kind, name))
+        if one is None and two is None:
+            continue
+        if one is None or two is None or one.shape != two.shape or one.dtype != two.dtype:
+            elements = max(0 if part is None else part.numel() for part in (one, two))
+            found.append(Difference(kind, name, elements, elements, None))
+        elif not torch.equal(_bytes(one), _bytes(two)):
+            changed = int((_bytes(one) != _bytes(two)).any(1).sum())
+            found.append(Difference(kind, name, changed, one.numel(), _largest(one, two)))
+    extra = [key for key in other if key not in plain]
+    for kind, name in extra:
+        two = other[kind, name]
+        if two is not None:
+            found.append(Difference(kind, name, two.numel(), two.numel(), None))
+    return found
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """(elements, bytes of each)."""
+    if not tensor.numel():
+        return torch.empty(0, 1, dtype=torch.uint8)
+    return tensor.contiguous().reshape(-1, 1).view(torch.uint8)
+
+
+def _largest(one: Tensor, two: Tensor) -> float | None:
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    apart = (one.to(wide) - two.to(wide)).abs()
+    apart = apart[~apart.isnan()]
+    return float(apart.max()) if apart.numel() else None
+
+
+def _named(item: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors in any nesting of lists, tuples and dictionaries, with their places."""
+    if isinstance(item, Tensor):
+        yield name, item
+    elif isinstance(item, dict):
+        for key, part in item.items():
+            yield from _named(part, f"{name}[{key!r}]")
+    elif isinstance(item, list | tuple):
+        for place, part in enumerate(item):
+            yield from _named(part, f"{name}[{place}]")
+    elif is_dataclass(item) and not isinstance(item, type):
+        for field in fields(item):
+            yield from _named(getattr(item, field.name), f"{name}.{field.name}")
+
+
+def _copied(tensor: Tensor) -> Tensor | None:
+    """A plain copy in main memory; None if there is nothing to copy."""
+    with torch.no_grad():
+        plain = _plain(tensor.detach())
+        return None if plain is None else plain.to("cpu", copy=True)
+
+
+def _plain(tensor: Tensor) -> Tensor | None:
+    if torch.nn.parameter.is_lazy(tensor) or tensor.device.type == "meta":
+        return None
+    if _compat.is_wrapper(type(tensor)):  # a DTensor, a jagged nested one: by its parts
+        names, _ = _compat.taken_apart(tensor)
+        parts = [_plain(getattr(tensor, name)) for name in names]
+        return _joined([part for part in parts if part is not None])
+    if tensor.is_nested:
+        return _joined([part for part in map(_plain, tensor.unbind()) if part is not None])
+    if tensor.is_quantized:
+        return tensor.int_repr()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    storage = _compat.storage_of(tensor)
+    if storage is not None and storage.nbytes() == 0 < tensor.nbytes:
+        return None  # freed, as FSDP2 does when it reshards
+    return tensor.resolve_conj().resolve_neg()
+
+
+def _joined(parts: list[Tensor]) -> Tensor | None:
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return torch.cat([_bytes(part).flatten() for part in parts])
+
+
+def _numbers(state: Any) -> Tensor:
+    return torch.tensor([int(number) for number in state], dtype=torch.int64)
+
+
+def _unused(found: Observed, name: str) -> str:
+    """A name for one of several generators of a device."""
+    count = 1
+    while ("random state", name if count == 1 else f"{name} ({count})") in found:
+        count += 1
+    return name if count == 1 else f"{name} ({count})"

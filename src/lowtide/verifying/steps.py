@@ -1,0 +1,250 @@
+"""The same step several times from one state: plain, plain again, and with lowtide.
+
+Problem: a step with lowtide has to leave the bits of the plain one; what differs between two plain
+steps says nothing of it. Invariant: every step starts from the same parameters, buffers, inputs,
+optimizers and random states, without gradients, and at the end all is as it was. Imports state,
+observed, origin, verification, export's trials, measure. Rejected: a copy of the model for each of
+the two, which hooks, closures and optimizers do not follow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from lowtide import _compat, engine, replay
+from lowtide._compat import fakes
+from lowtide.budget import Budget
+from lowtide.checkpoint import checkpoint
+from lowtide.dryrun.run import refuse_unsized
+from lowtide.dryrun.watching import loss_of
+from lowtide.errors import BudgetError, UsageError
+from lowtide.export.document import Trial
+from lowtide.export.trials import OnTrial, device_of
+from lowtide.measure import measure
+from lowtide.plans import Plan
+from lowtide.step import Recording, nothing_recorded
+from lowtide.verifying.observed import Difference, Observed, differences, observe
+from lowtide.verifying.origin import Origin, Watch
+from lowtide.verifying.state import Reached
+from lowtide.verifying.verification import ALL, Verification, VerifiedStep
+
+_HALF = 0.5
+_TRIES = 3  # limits, as each refusal names a larger one
+
+
+class Steps:
+    """Runs one step of the user's again and again.
+
+    Args:
+        function: the step. It returns its loss, or runs backward itself.
+        count: how many steps with lowtide to compare with the plain one.
+        tell: called with what comes next, in words.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        count: int,
+        tell: Callable[[str], object],
+    ) -> None:
+        self._call = lambda: function(*args, **kwargs)
+        self._reached = Reached(function, args, kwargs)
+        tensors = [*self._reached.state(), *self._reached.tensors]
+        refuse_unsized(tensors)
+        if any(tensor.device.type == "meta" or fakes.is_fake(tensor) for tensor in tensors):
+            raise UsageError(
+                "verify runs real steps, and this one reads tensors without memory (on the meta "
+                "device, or fake ones). Give it a model and a batch that have some."
+            )
+        self._device = device_of(self._reached)
+        self._count = count
+        self._tell = tell
+        self._own_backward = False
+        self._plain: Observed = {}
+        self._unrepeatable: list[Difference] = []
+
+    def verify(self, limit: int | float | Plan | None) -> Verification:
+        """Compare with the plain step. Without a limit: what the step itself uses of lowtide, else
+        a budget of half its plain peak, or of the smallest limit that can be kept."""
+        with nothing_recorded(), _eagerly():
+            self._tell("a plain step")
+            self._run_once()
+            self._plain, trial = self._measured(None)
+            self._tell("the plain step again")
+            again, _ = self._measured(None)
+        self._unrepeatable = differences(self._plain, again)
+        allowed: int | Plan | None = None
+        steps = None if limit is not None else self._as_it_is()
+        if steps is None:
+            steps, allowed = self._under(limit, trial.measured)
+            if not self._own_backward:  # which no region can be around
+                steps.append(self._step(0, None, whole=True))
+        origin = None
+        if any(step.differences for step in steps):
+            origin = self._origin(allowed)
+        kept = allowed.limit if isinstance(allowed, Plan) else allowed
+        counts: dict[str, int] = {}
+        for (kind, _), tensor in self._plain.items():
+            counts[kind] = counts.get(kind, 0) + (tensor is not None)
+        return Verification(kept, trial, tuple(steps), counts, tuple(self._unrepeatable), origin)
+
+    def _as_it_is(self) -> list[VerifiedStep] | None:
+        """Steps as the user has written them; None if nothing of lowtide's runs in them."""
+        with _recordings() as recordings:
+            steps = [self._step(1, None)]
+        if not recordings:
+            return None
+        return steps + [self._step(number, None) for number in range(2, self._count + 1)]
+
+    def _under(
+        self, limit: int | float | Plan | None, peak: int
+    ) -> tuple[list[VerifiedStep], int | Plan]:
+        share = _HALF if limit is None else limit
+        allowed = max(1, int(share * peak)) if isinstance(share, float) else share
+        for left in reversed(range(_TRIES)):
+            budget = OnTrial(allowed, device=self._device)
+            try:
+                return [self._step(n, budget) for n in range(1, self._count + 1)], allowed
+            except BudgetError as error:
+                if limit is not None or not left or isinstance(allowed, Plan):
+                    raise
+                allowed = max(error.minimum, allowed + 1)
+        raise AssertionError("the last try has returned or raised")
+
+    def _step(self, number: int, budget: Budget | None, *, whole: bool = False) -> VerifiedStep:
+        """One step. `whole`: with all of it recomputed, as far as that is possible."""
+        self._tell(
+            "a step with all of it recomputed"
+            if whole
+            else f"step {number} of {self._count} with lowtide"
+        )
+        with _replays() as replayed:
+            left, trial = self._measured(budget, whole=whole)
+        known = {(one.kind, one.name) for one in self._unrepeatable}
+        found = differences(self._plain, left)
+        others = tuple(one for one in found if (one.kind, one.name) not in known)
+        return VerifiedStep(trial, sum(replayed), others)
+
+    def _origin(self, limit: int | Plan | None) -> Origin | None:
+        """Look for where a difference began, in steps that are recorded in Python."""
+        self._tell("looking for where the difference began")
+        watch = Watch(self._reached.names())
+        budget = None if limit is None else OnTrial(limit, device=self._device)
+        with engine.use("python"), watch.watching():
+            for number in range(self._count + 1):
+                whole = not number and budget is not None and not self._own_backward
+                try:
+                    with self._reached.from_here():
+                        with nullcontext() if whole or budget is None else budget:
+                            _, loss = self._forward(whole=whole)
+                        _run_backward(loss)
+                        del loss
+                except BudgetError:  # this recorder takes more in places
+                    break
+                if watch.origin is not None:
+                    break
+        return watch.origin
+
+    # ------------------------------------------------------------------ one step
+
+    def _run_once(self) -> None:
+        """A plain step, which also shows whether the function runs backward itself."""
+        asked: list[torch.Tensor] = []
+        with self._reached.from_here(), contextlib.ExitStack() as hooks:
+            for leaf in self._reached.leaves():
+                if leaf.requires_grad:
+                    hook = leaf.register_post_accumulate_grad_hook(asked.append)
+                    hooks.callback(hook.remove)
+            result = self._call()
+            self._own_backward = bool(asked)
+            asked.clear()
+            _run_backward(None if self._own_backward else loss_of(result))
+
+    def _forward(self, *, whole: bool) -> tuple[Any, torch.Tensor | None]:
+        """What the step returns, and what its backward begins with, unless the step has run it.
+        `whole`: as one region."""
+
+        def forward() -> tuple[Any, torch.Tensor | None]:
+            result = self._call()
+            return result, None if self._own_backward else loss_of(result)
+
+        return checkpoint(forward) if whole else forward()
+
+    def _measured(self, budget: Budget | None, *, whole: bool = False) -> tuple[Observed, Trial]:
+        """Take a step and measure it; returns what it has left."""
+        left: list[Any] = []
+
+        def step() -> None:
+            with budget or nullcontext():
+                left.extend(self._forward(whole=whole))
+            left.append(_run_backward(left.pop()))
+
+        with self._reached.from_here():
+            gc.collect()
+            took = measure(step, device=self._device)
+            observed = observe(self._reached, *left)
+            left.clear()
+        label, predicted = ALL if whole else "as it is", 0
+        if budget is not None:
+            report = budget.report()
+            label = "planned" if report.planned else "unplanned"
+            predicted = report.planned_peak or 0
+        return observed, Trial(label, predicted, took.peak_bytes, took.seconds)
+
+
+def _run_backward(loss: torch.Tensor | None) -> list[torch.Tensor]:
+    """Run backward, if there is one; returns the leaves that it reaches."""
+    if loss is None or loss.grad_fn is None:
+        return []
+    leaves = _compat.leaves_behind([loss])
+    loss.backward()
+    return leaves
+
+
+def _eagerly() -> contextlib.AbstractContextManager[Any]:
+    """What torch has compiled runs eagerly inside a recording, so that is the plain step's way."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+@contextmanager
+def _replays() -> Iterator[list[int]]:
+    """How many operations each replay inside has run."""
+    found: list[int] = []
+
+    def listener(operations: list[Any]) -> None:
+        found.append(len(operations))
+
+    replay.listeners.append(listener)
+    try:
+        yield found
+    finally:
+        replay.listeners.remove(listener)
+
+
+@contextmanager
+def _recordings() -> Iterator[list[None]]:
+    """Has an entry for each recording that is opened inside."""
+    found: list[None] = []
+    new_recorder = Recording.__dict__["new_recorder"]
+
+    def counted(tape: Any) -> Any:
+        found.append(None)
+        return engine.new_recorder(tape)
+
+    Recording.new_recorder = staticmethod(counted)
+    try:
+        yield found
+    finally:
+        Recording.new_recorder = new_recorder
