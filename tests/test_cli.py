@@ -32,7 +32,7 @@ from test_packaging import PACKAGE, ROOT
 
 pytestmark = on_one_recorder
 
-VERBS = ("saved", "explain", "plan", "curve", "run", "report", "trace", "snapshot")
+VERBS = ("saved", "explain", "plan", "curve", "run", "verify", "report", "trace", "snapshot")
 
 PROGRAM = """
 import torch

@@ -262,6 +262,9 @@ FLOORS = {
     # Figures for pictures are made above planning.
     "analysis": "alike dryrun errors frontier levels limits page planner plans policies saved tape "
     "texttable",
+    # Comparing real steps is above everything that runs them.
+    "verifying": "_compat budget checkpoint dryrun engine errors export limits measure plans "
+    "replay step tape texttable",
     "export": "_compat analysis budget dryrun errors explain frontier measure planner plans saved "
     "step",
 }

@@ -118,7 +118,9 @@ class Verification:
             said = f"The same bits: {self._what()}, in {self._where()}."
         if not self.held:
             said += f" The limit was EXCEEDED: {format_bytes(self.highest)} were measured."
-        if not self.replayed:
+        if not self.compared.get("gradient"):
+            said += " There is no gradient: the step returned nothing that requires grad."
+        elif not self.replayed:
             said += " Nothing was recomputed, so little was put to the test."
         return said
 
