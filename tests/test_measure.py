@@ -396,6 +396,43 @@ def test_a_scheduled_profiler_is_left_alone_while_it_waits_and_warms_up() -> Non
     assert measure(lambda: torch.zeros(256), device="cpu").peak_bytes == 1024
 
 
+def construct() -> None:
+    torch.profiler.profile(schedule=torch.profiler.schedule(wait=1, warmup=1, active=1))
+
+
+def start_and_stop() -> None:
+    profile = torch.profiler.profile()
+    profile.start()
+    torch.ones(3)
+    profile.stop()
+
+
+def start_and_stop_scheduled() -> None:
+    profile = torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=1, warmup=1, active=1), acc_events=True
+    )
+    profile.start()
+    for _ in range(3):
+        assert MemoryEvents().start() is False
+        torch.ones(3)
+        profile.step()
+    profile.stop()
+
+
+@pytest.mark.parametrize("use", [construct, start_and_stop, start_and_stop_scheduled])
+def test_a_profiler_that_was_used_without_a_context_ends_no_measuring(
+    use: Callable[[], None],
+) -> None:
+    """torch counts its steps for the rest of the process."""
+    use()
+    assert measure(lambda: torch.zeros(256), device="cpu").peak_bytes == 1024
+    budget = lowtide.budget("1 MB")
+    with budget:
+        loss = torch.ones(8, requires_grad=True).exp().sum()
+    loss.backward()
+    assert budget.report().measured_peak is not None
+
+
 def on_another_thread() -> int:
     if not _compat.torch_has((2, 12)):
         pytest.skip("torch's profiler does not start twice on this torch")

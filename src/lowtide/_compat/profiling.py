@@ -9,7 +9,9 @@ hundred times the cost.
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -50,10 +52,33 @@ class _OfThread(threading.local):
 profiler_token = _OfThread()
 
 
+_running: weakref.ref[Any] | None = None  # the last profiler with a schedule that was found
+
+
 def _scheduled() -> bool:
-    # A profiler with a schedule starts a step before the flag shows it; its step counter, which
-    # exists from its construction to the end of its `with`, gives it away.
-    return torch.profiler.profiler.PROFILER_STEP_NAME in _profiler.KinetoStepTracker._step_dict
+    """Whether a profiler with a schedule has started, which may wait or warm up: no flag shows it.
+
+    Its step counter is there from the construction of a profiler on, but only the end of a `with`
+    removes it: after one that was never started, or was ended by `stop`, it is there for ever. So
+    the objects themselves are looked for, once they may exist; torch keeps no list of them.
+    """
+    global _running
+    if torch.profiler.profiler.PROFILER_STEP_NAME not in _profiler.KinetoStepTracker._step_dict:
+        return False
+    known = None if _running is None else _running()
+    if known is not None and _is_running(known):
+        return True
+    for each in gc.get_objects():
+        # Not `isinstance`: what stands for another object may load it when asked for its class.
+        if issubclass(type(each), torch.profiler.profile) and _is_running(each):
+            _running = weakref.ref(each)
+            return True
+    return False
+
+
+def _is_running(profile: Any) -> bool:
+    """Whether it has a schedule and is between its start and its stop: it then has a step open."""
+    return getattr(profile, "step_rec_fn", None) is not None
 
 
 def profiler_of_another() -> bool:
