@@ -387,6 +387,66 @@ def test_everything_that_development_installs_is_pinned() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", pins()["torch"])
 
 
+def extras() -> dict[str, set[str]]:
+    """The names of the packages that each extra installs."""
+    table = project()["project"]
+    assert isinstance(table, dict)
+    return {
+        extra: {re.split(r"[<>=]", entry)[0] for entry in entries}
+        for extra, entries in table["optional-dependencies"].items()
+    }
+
+
+PACKAGES = {"sklearn": "scikit-learn", "ignite": "pytorch-ignite"}  # of modules with other names
+# A package that another one of them brings along; and one that no extra can, see the example.
+BROUGHT = {"numpy", "vision_architectures"}
+
+
+def libraries(tree: ast.AST) -> set[str]:
+    """The packages besides torch, lowtide and Python's own that a program imports."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    found -= {*sys.stdlib_module_names, "torch", "lowtide", *BROUGHT}
+    return {PACKAGES.get(name, name) for name in found}
+
+
+def test_an_extra_installs_what_the_examples_import() -> None:
+    needed = set()
+    for path in (ROOT / "examples").glob("*.py"):
+        needed |= libraries(ast.parse(path.read_text(encoding="utf-8")))
+    assert "scikit-learn" in needed
+    assert needed <= extras()["examples"]
+    assert extras()["examples"] >= extras()["peft"] | extras()["demo"]
+    assert (
+        libraries(ast.parse((ROOT / "examples" / "segment_brain.py").read_text()))
+        <= (extras()["demo"])
+    )
+
+
+GUIDES = sorted(path.stem for path in (ROOT / "docs" / "guides").glob("*.md"))
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_the_extras_that_a_guide_names_install_what_it_imports(guide: str) -> None:
+    text = (ROOT / "docs" / "guides" / f"{guide}.md").read_text(encoding="utf-8")
+    named = {extra for found in re.findall(r"\.\[([a-z,]+)\]", text) for extra in found.split(",")}
+    installed = set().union(*(extras()[extra] for extra in named))
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    needed = set().union(*(libraries(ast.parse(block)) for block in blocks))
+    assert needed <= installed
+
+
+def test_every_extra_is_in_the_readme() -> None:
+    rows = (ROOT / "README.md").read_text(encoding="utf-8").partition("| extra |")[2]
+    assert set(extras()) == set(re.findall(r"`([a-z]+)`", rows.partition("\n\n")[0])) & set(
+        extras()
+    )
+
+
 def test_types_and_licence_travel_with_the_package() -> None:
     assert (PACKAGE / "py.typed").exists()
     assert "Apache License" in (ROOT / "LICENSE").read_text()
