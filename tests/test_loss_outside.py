@@ -387,6 +387,28 @@ def test_hooks_that_take_all_that_a_step_saves_are_told(silent: Callable[..., Te
     assert [warning.filename for warning in told] == [__file__]  # once
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_budget_around_a_backward_alone_is_told(scaled: bool) -> None:
+    model, x = deep(64, 3), torch.randn(64, 64)
+    budget = lowtide.budget("1 GiB")
+    with pytest.warns(UncountedWarning, match="around a backward alone") as told:
+        for _ in range(2):
+            loss = model(x).square().mean()
+            with budget:
+                (loss / 2 if scaled else loss).backward()
+    assert [warning.filename for warning in told] == [__file__]  # once
+
+
+def test_a_second_context_around_the_backward_is_not_told() -> None:
+    model, x = deep(64, 3), torch.randn(64, 64)
+    budget = lowtide.budget("1 GiB")
+    for _ in range(2):
+        with budget:
+            loss = model(x).square().mean()
+        with budget:
+            loss.backward()
+
+
 def test_a_fitted_function_that_hides_what_it_keeps_is_told() -> None:
     model, x = _Hidden(function=True), torch.randn(64, 64)
     with (

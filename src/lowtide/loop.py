@@ -241,8 +241,8 @@ class Loop:
                     raise known from error
                 finally:
                     del known  # otherwise its traceback and this frame would hold each other
-            if error is None and decisions.hides_all:
-                self._hidden.say()
+            if error is None:
+                self._hidden.look(decisions, self.steps)
 
     @property
     def nothing_saved(self) -> bool:

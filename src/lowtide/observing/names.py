@@ -47,6 +47,12 @@ class Names:
         self._open: dict[int, None] = {}  # keys of storages that the program has, or may have
         self._gradients: set[int] = set()  # those of them that were made in a running backward
         self._left: list[tuple[int, int, weakref.ref[Any]]] = []  # at the end of the forward
+        self._backward = self._forward = False  # whether one ran; more than a number was made
+
+    @property
+    def gradients_alone(self) -> bool:
+        """Whether all operations ran in a backward, but for those on numbers, such as a loss."""
+        return self._backward and not self._forward
 
     def resume(self, base: Graph | None, count: int, table: dict[int, Entry]) -> None:
         """Go on after operations that were not watched; `count` of them were those of `base`."""
@@ -72,8 +78,10 @@ class Names:
         self._open.update(fresh)
         if _compat.in_backward():
             self._gradients.update(fresh)
+            self._backward = True
         else:
             self._gradients.clear()
+            self._forward = self._forward or any(value.nbytes > _SCALAR for value in made)
 
     def output(self) -> int:
         """Bytes of the largest result that the program has of a forward that ends; 0 if a loss is

@@ -105,6 +105,12 @@ class StepDecisions(ForwardDecisions):
         """Whether hooks of the program's own have taken all that its forward has saved."""
         return self.others_save and not self.saves and self.abandoned()
 
+    @property
+    def backward_alone(self) -> bool:
+        """Whether all that ran in the context was the backward of something made outside."""
+        observer = self.observer
+        return observer is not None and observer.names.gradients_alone and not self.saves
+
     def pending(self) -> bool:
         """Whether its forward or its backward runs, or a backward may come.
 

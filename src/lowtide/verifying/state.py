@@ -36,6 +36,10 @@ class Reached(Found):
         self.others: list[Any] = []
         self.generators: list[torch.Generator] = []
         super().__init__(function, args, kwargs)
+        for module in self.modules():  # which are looked into for parameters and buffers alone
+            for item in vars(module).values():
+                if isinstance(item, (torch.Generator, torch.optim.Optimizer, *_OTHERS)):
+                    self._visit("", item, 0)
         known = {id(tensor) for tensor in (*self.state(), *self.tensors)}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
