@@ -71,7 +71,11 @@ BAD_LIMITS: list[tuple[Any, str]] = [
     ("6 GiBs", f"cannot read the limit '6 GiBs': write a number and a unit, for instance "
                f'"6 GiB" or "800 MB"; {UNITS} A fraction of the plain step\'s peak is written as '
                '"60%" or as a number: 0.6.'),
-    ("six GiB", "cannot read the limit 'six GiB'"),
+    ("six GiB", "cannot read the limit 'six GiB': write"),
+    ("6G", """cannot read the limit '6G' (did you mean "6 GiB" or "6 GB"?): write a number"""),
+    ("512 mi", """(did you mean "512 MiB"?)"""),
+    ("6,000 kb", """(did you mean "6000 kB"?)"""),
+    ("6_000", """(did you mean "6000"?)"""),
     ("0", "a limit must be positive; '0' is 0 bytes."),
     ("9" * 5000, "at most 2**63 - 1 bytes; '99999999999999999999...9999999999' is more. "),
     ("", "cannot read the limit ''"),
@@ -264,6 +268,81 @@ def test_fit_twice() -> None:
     first.remove()
     first.remove()
     lowtide.fit(model, 0.6).remove()
+
+
+def test_a_fitted_budget_whose_handle_is_lost_is_found_on_the_model() -> None:
+    """As when a cell of a notebook runs twice."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.ones(2, 4)
+    assert lowtide.FittedBudget.of(model) is None
+    lowtide.fit(model, "1 MiB")
+    model(x).sum().backward()
+    with pytest.raises(lowtide.UsageError, match=r"or lowtide\.FittedBudget\.of\(model\)\.remove"):
+        lowtide.fit(model, "2 MiB")
+    found = lowtide.FittedBudget.of(model)
+    assert found is not None
+    assert (found.active, found.report().steps, found.report().limit) == (True, 1, 2**20)
+    found.remove()
+    assert not found.active
+    assert lowtide.FittedBudget.of(model) is None
+    assert "forward" not in vars(model)
+
+
+def test_what_is_entered_and_what_is_a_backend_are_told_apart() -> None:
+    budget = lowtide.budget("1 MiB")
+    with pytest.raises(lowtide.UsageError, match=r"not called but entered.*backend=lowtide\.Comp"):
+        budget(lambda x: x)
+    with (
+        pytest.raises(lowtide.UsageError, match=r"a CompileBudget is not entered: write torch\.c"),
+        lowtide.CompileBudget("1 MiB"),  # type: ignore[attr-defined]
+    ):
+        pass
+
+
+@pytest.mark.parametrize(("mine", "asked", "other"), [
+    ("lightning", "on_init_end", "lowtide.transformers.MemoryBudget"),
+    ("transformers", "on_exception", "lowtide.lightning.MemoryBudget"),
+])  # fmt: skip
+def test_the_callback_of_another_library_is_named(mine: str, asked: str, other: str) -> None:
+    callback = getattr(lowtide, mine).MemoryBudget(0.5)
+    with pytest.raises(AttributeError, match=f"has no '{asked}'.* takes {other}"):
+        getattr(callback, asked)
+    assert not hasattr(callback, "something else")
+    assert copy.deepcopy(callback).limit == 0.5
+    assert pickle.loads(pickle.dumps(callback)).limit == 0.5
+
+
+def test_a_policy_that_names_nothing_is_refused() -> None:
+    with pytest.raises(lowtide.UsageError, match=r'KeepNamed\("attn_out"\)'):
+        lowtide.policies.KeepNamed()
+
+
+def test_a_limit_that_was_given_by_place_to_plan_is_told() -> None:
+    with pytest.raises(TypeError) as caught:
+        lowtide.plan(nn.Linear(2, 2), 0.5)
+    assert caught.value.__notes__ == [
+        "lowtide.plan takes its limit by name: limit=0.5, limit='6 GiB'."
+    ]
+    with pytest.raises(TypeError) as caught:
+        lowtide.plan(nn.Linear(2, 2))
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_a_report_says_why_no_step_was_measured() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.ones(2, 4)
+    budget = lowtide.budget("1 MiB")
+
+    def step() -> str:
+        with budget:
+            loss = model(x).sum()
+        loss.backward()
+        return str(budget.report())
+
+    with torch.profiler.profile():
+        told = step()
+    assert "no step has been measured yet: a torch profiler is active" in told
+    assert budget.report().obstacle == "a torch profiler is active"
+    assert "measured yet" not in step()
+    assert budget.report().obstacle is None
 
 
 def test_a_fitted_budget_takes_itself_off_at_the_end_of_a_with() -> None:

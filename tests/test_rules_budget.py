@@ -404,7 +404,7 @@ def test_the_highest_peak_is_of_all_steps_that_were_measured() -> None:
     assert report.highest_peak > (report.measured_peak or 0) > 0
     assert report.measured_steps >= 3
     assert f"of {report.measured_steps} steps measured" in str(report)
-    assert repr(limit) == f"<lowtide.Budget of {2**30} bytes, after 6 steps>"
+    assert repr(limit) == f"<lowtide.Budget of {2**30} bytes (1.00 GiB), after 6 steps>"
 
 
 def test_a_report_before_the_first_step_says_that_there_was_none() -> None:
@@ -458,9 +458,8 @@ def test_a_fraction_says_what_it_is_of() -> None:
     step_under(limit, model, torch.randn(256, 32), backward)
     plain = limit.report().plain_peak
     granted = int(0.75 * (plain or 0))
-    assert (
-        repr(limit) == f"<lowtide.Budget of 0.75 of the plain peak, {granted} bytes, after 1 step>"
-    )
+    shown = f"{granted} bytes ({format_bytes(granted)})"
+    assert repr(limit) == f"<lowtide.Budget of 0.75 of the plain peak, {shown}, after 1 step>"
     step_under(limit, model, torch.randn(32, 32), backward)
     report = limit.report()  # of the smaller step; the limit is that of the larger one
     assert report.fraction == 0.75

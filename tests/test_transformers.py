@@ -236,7 +236,7 @@ def test_what_is_on_shows_itself() -> None:
     enabled.remove()
     assert repr(enabled) == "<lowtide.transformers.Enabled: removed>"
     with enable(model, limit="6 GiB") as enabled:
-        assert "6442450944 bytes, after 0 steps" in repr(enabled)
+        assert "6442450944 bytes (6.00 GiB), after 0 steps" in repr(enabled)
     shown = repr(lowtide.transformers.MemoryBudget("6 GiB"))
     assert shown == "<lowtide.transformers.MemoryBudget of '6 GiB'>"
 

@@ -15,7 +15,7 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from lowtide import policies
+from lowtide import engine, policies
 from lowtide.budget import Budget, budget
 from lowtide.checkpoint import checkpoint, checkpoint_sequential, name
 from lowtide.cpu_allocator import CPUAllocator, use_cpu_allocator
@@ -76,7 +76,8 @@ def __getattr__(name: str) -> ModuleType:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ON_DEMAND})
+    """What a prompt completes: no part of the package that is not meant to be used."""
+    return sorted({*__all__, *_ON_DEMAND, *(name for name in globals() if name.startswith("__"))})
 
 
 __all__ = [
@@ -115,6 +116,7 @@ __all__ = [
     "checkpoint_modules",
     "checkpoint_sequential",
     "curve",
+    "engine",
     "every",
     "explain",
     "find_levels",

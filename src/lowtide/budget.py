@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -132,6 +132,14 @@ class Budget:
             except BaseException:
                 self.make_sure()
                 raise
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """A budget is entered: as a decorator or a backend of torch.compile it is refused."""
+        raise UsageError(
+            "a budget is not called but entered: `with budget:` around forward and loss. For a "
+            "model that others call: lowtide.fit(model, limit). For torch.compile: "
+            "backend=lowtide.CompileBudget(limit)."
+        )
 
     def report(self) -> BudgetReport:
         """Return what the last finished step did, as a `BudgetReport`."""

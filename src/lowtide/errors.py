@@ -39,7 +39,7 @@ class BudgetError(LowtideError, RuntimeError):
     Attributes:
         limit: the limit that was given, in bytes.
         minimum: the smallest limit known to suffice, in bytes. If the step was refused before all
-            of it was known, a limit that leaves room for the rest.
+            of it was known, an estimate of it, which may be too small.
 
     Both are 0 if a library made another error of this class of the text alone.
     """
@@ -95,9 +95,9 @@ class UncountedWarning(LowtideWarning):
     there is memory that a limit does not count (rule 13): the forward of a fitted model has saved
     nothing, as it returns what is evaluated later or hides what it keeps in the `ctx` of a
     `torch.autograd.Function`; saved-tensor hooks of the program's own have taken all that a step
-    saves; a budget was entered around a backward alone; the forward of a fitted model was replaced, the model is trained without it, or it runs
-    inside of another budget or of a region; or several forwards came before one backward, each a
-    step that may take the whole limit."""
+    saves; a budget was entered around a backward alone; the forward of a fitted model was replaced,
+    the model is trained without it, or it runs inside of another budget or of a region; or several
+    forwards came before one backward, each a step that may take the whole limit."""
 
 
 class DryRunWarning(LowtideWarning):

@@ -123,6 +123,19 @@ class FittedBudget(Removable):
         self._restore = override_forward(
             model, make, kind=_KIND, for_replica=functools.partial(_on_a_replica, reference)
         )
+        self._restore.about = self._asked, self._budget, self._uncalled
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> FittedBudget | None:
+        """Return the budget that a model has, if what `fit` returned is lost, as when a cell of a
+        notebook runs again; None if it has none."""
+        present = budget_on(model)
+        if present is None:
+            return None
+        asked, budget, uncalled = present.about
+        found = cls(*asked)
+        found._budget, found._uncalled, found._restore = budget, uncalled, present
+        return found
 
     def owned_by(self, owner: Any) -> None:
         """Tell others who meet this budget on the model whose it is, as `str(owner)` says."""
@@ -352,7 +365,8 @@ def _has_one(model: torch.nn.Module, present: Restore) -> str:
         )
     return (
         f"this {type(model).__name__} has a budget already. Call remove() on what lowtide.fit "
-        "or lowtide.transformers.enable returned before giving the model another."
+        "or lowtide.transformers.enable returned, or lowtide.FittedBudget.of(model).remove(), "
+        "before giving the model another."
     )
 
 

@@ -150,6 +150,13 @@ class MemoryBudget(Callback):
         self.budget: Budget | None = None
         self._entries: list[_Entry] = []
 
+    def __getattr__(self, name: str) -> Any:
+        """Called for what it does not have, such as what another library's Trainer asks for."""
+        raise AttributeError(
+            f"{type(self).__module__}.MemoryBudget has no {name!r}: it is a callback of "
+            "Lightning's Trainer. That of transformers' takes lowtide.transformers.MemoryBudget."
+        )
+
     def __repr__(self) -> str:
         return f"<lowtide.lightning.MemoryBudget of {self.limit!r}>"
 

@@ -107,8 +107,9 @@ def _parse_text(text: str) -> int | float:
     match = _TEXT.fullmatch(text)
     unit = _UNITS.get(match[2].lower() or "b") if match else None
     if match is None or unit is None:
+        meant = _meant(text)
         raise UsageError(
-            f"cannot read the limit {text!r}: write a number and a unit, for instance "
+            f"cannot read the limit {text!r}{meant}: write a number and a unit, for instance "
             f'"6 GiB" or "800 MB"; units are {", ".join(u for u in _names())}. A fraction of the '
             'plain step\'s peak is written as "60%" or as a number: 0.6.'
             + (_STORED if os.path.isfile(text) else "")
@@ -122,6 +123,20 @@ def _parse_text(text: str) -> int | float:
     if nbytes <= 0:
         raise UsageError(f"a limit must be positive; {text!r} is {nbytes} bytes.")
     return nbytes
+
+
+def _meant(text: str) -> str:
+    """A question for a limit in a form that other tools read: "6G", "6,000 MB"."""
+    short = re.fullmatch(r"\s*([0-9][0-9,_]*(?:\.[0-9]+)?)\s*([kmgt]?)(i?)(b?)\s*", text, re.I)
+    if short is None:
+        return ""
+    number, scale = re.sub("[,_]", "", short[1]), short[2].upper()
+    if not scale:
+        return f' (did you mean "{number}"?)'
+    binary, decimal = f"{scale}iB", f"{'k' if scale == 'K' else scale}B"
+    units = [binary] if short[3] else [decimal] if short[4] else [binary, decimal]
+    meant = " or ".join(f'"{number} {unit}"' for unit in units)
+    return f" (did you mean {meant}?)"
 
 
 def _share(text: str) -> float:
@@ -155,6 +170,13 @@ def format_bytes(nbytes: int | None) -> str:
             return f"{size:.{places}f} {unit}"
         size /= 1024
     return f"{size:.2f} TiB"  # a tenth is more than most predictions err by, from a GiB on
+
+
+def exact_bytes(nbytes: int) -> str:
+    """Bytes to the byte, and as people read them: ``"6442450944 bytes (6.00 GiB)"``."""
+    if nbytes < 1024:
+        return f"{nbytes} byte{'' if nbytes == 1 else 's'}"
+    return f"{nbytes} bytes ({format_bytes(nbytes)})"
 
 
 def format_limit(limit: int | None, fraction: float | None) -> str:

@@ -267,7 +267,8 @@ class Loop:
         if not measure and (unwatched or self._alike >= _LEARNING_STEPS):
             return None
         earlier = prepared.seen.ops if prepared is not None else ()
-        observer = Observer(start_marks(self.where.device) if measure else None, earlier)
+        tell = self._reported.not_measured
+        observer = Observer(start_marks(self.where.device, tell) if measure else None, earlier)
         observer.only(self.where)
         observer.place, observer.before = self.knows.place, self.allowance.before
         return observer

@@ -338,7 +338,12 @@ def plan(
         True
     """
     wanted = None if limit is None else parse_limit(limit)
-    step = dry_run(fn, args, kwargs, on)
+    try:
+        step = dry_run(fn, args, kwargs, on)
+    except Exception as error:
+        if limit is None and any(isinstance(each, float | str) for each in args):
+            error.add_note("lowtide.plan takes its limit by name: limit=0.5, limit='6 GiB'.")
+        raise
     return plan_step(step, wanted)
 
 

@@ -239,12 +239,17 @@ class KeepNamed(Policy):
         *names: the names.
 
     Raises:
-        UsageError: a name is not text.
+        UsageError: a name is not text, or there is none.
     """
 
     names: frozenset[str]
 
     def __init__(self, *names: str) -> None:
+        if not names:
+            raise UsageError(
+                'KeepNamed takes the names of the tensors to keep: KeepNamed("attn_out"). To keep '
+                "nothing, leave the policy out."
+            )
         for name in names:
             if not isinstance(name, str):
                 raise UsageError(

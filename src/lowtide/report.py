@@ -55,6 +55,8 @@ class BudgetReport:
             than half of the limit (rule 13). "The last step" is the last one that was recorded.
         recorder: ``"compiled"`` or ``"python"``, the recorder in use, see `lowtide.engine`; None
             before the first step.
+        obstacle: why the last step that should have been measured was not, such as "a torch
+            profiler is active"; None: nothing was in the way.
     """
 
     limit: int | None
@@ -76,6 +78,7 @@ class BudgetReport:
     fraction: float | None = None
     idle_steps: int = 0
     recorder: str | None = None
+    obstacle: str | None = None
 
     def __str__(self) -> str:
         return "\n".join(f"{label:<{_WIDTH}}  {text}" for label, text in _rows(self))
@@ -162,7 +165,8 @@ def _why_unknown(report: BudgetReport) -> str:
     if not report.planned:
         why.append("what a plan keeps and takes, as the last step had none")
     if not report.measured_steps:
-        why.append("measured peaks, as no step has been measured yet")
+        because = "" if report.obstacle is None else f": {report.obstacle}"
+        why.append(f"measured peaks, as no step has been measured yet{because}")
     if report.plain_peak is None:
         why.append("the plain peak, as no step has shown it yet")
     if not report.recorded_operations:
@@ -189,9 +193,10 @@ def too_small(
         f"{_does_not_fit(limit, before)} At operation {count} of the forward ({name}), "
         f"{format_bytes(live)} are allocated of which nothing more can be dropped{making}. What "
         f"has run so far needs at least {format_bytes(least)} with its backward; the rest of the "
-        "step is not known yet. A limit that gets past this operation, "
-        f"with room for the rest, is {named} bytes ({format_bytes(named)}). Use a smaller batch or "
-        "a larger limit.",
+        f"step is not known yet. A limit that gets past this operation is {named} bytes "
+        f"({format_bytes(named)}); what comes after it may need more. "
+        "lowtide.plan(step, batch).minimum_peak is the smallest for the whole step, found without "
+        "running it. Use a smaller batch or a larger limit.",
         limit=limit,
         minimum=named,
     )

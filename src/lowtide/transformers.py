@@ -296,6 +296,13 @@ class MemoryBudget(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self.group = group
         self.budget: FittedBudget | None = None
 
+    def __getattr__(self, name: str) -> Any:
+        """Called for what it does not have, such as what another library's Trainer asks for."""
+        raise AttributeError(
+            f"{type(self).__module__}.MemoryBudget has no {name!r}: it is a callback of "
+            "transformers' Trainer. That of Lightning's takes lowtide.lightning.MemoryBudget."
+        )
+
     def __repr__(self) -> str:
         return f"<lowtide.transformers.MemoryBudget of {self.limit!r}>"
 

@@ -24,7 +24,7 @@ from lowtide.inductor.ledger import Ledger, peak_of
 from lowtide.inductor.report import CompileReport
 from lowtide.inductor.search import Choice
 from lowtide.inductor.sharing import between_rungs, share
-from lowtide.limits import format_bytes, parse_limit
+from lowtide.limits import exact_bytes, format_bytes, parse_limit
 
 _COMPILERS = ("inductor", "aot_eager")
 _SMALL = 1 << 10  # bytes, for scalars and rounding
@@ -93,9 +93,19 @@ class CompileBudget:
         made.compile(examples)
         return made
 
+    def __enter__(self) -> None:
+        raise UsageError(
+            "a CompileBudget is not entered: write torch.compile(loss, backend=lowtide."
+            "CompileBudget(...)). For a step that is not compiled: `with lowtide.budget(limit):`."
+        )
+
+    def __exit__(self, *exc: object) -> None:
+        """Never called, but asked for before `__enter__` is."""
+
     def __repr__(self) -> str:
-        share = " of the plain peak" if isinstance(self.limit, float) else ""
-        return f"<lowtide.CompileBudget of {self.limit!r}{share}>"
+        share = isinstance(self.limit, float)
+        shown = f"{self.limit!r} of the plain peak" if share else exact_bytes(int(self.limit))
+        return f"<lowtide.CompileBudget of {shown}>"
 
     def report(self) -> CompileReport:
         """What has been planned so far; prints as text."""

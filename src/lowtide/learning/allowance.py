@@ -3,12 +3,13 @@
 Problem: a limit may be a fraction of a peak that is not known yet, earlier steps of the context may
 have left memory, and the device may have less room than the limit. Invariant: a step may take the
 limit minus what was left `before` it; all plans and refusals use this number, and a device's lack
-of room makes plans smaller but refuses nothing. Imports margins and shortage. Rejected: computing
-it where it is asked for, as plans, refusals and the running forward have to agree.
+of room makes plans smaller but refuses nothing. Imports limits, margins and shortage. Rejected:
+computing it where it is asked for, as plans, refusals and the running forward have to agree.
 """
 
 from __future__ import annotations
 
+from lowtide.limits import exact_bytes
 from lowtide.memory import margins
 from lowtide.running.shortage import Shortage
 
@@ -39,9 +40,9 @@ class Allowance:
     def __str__(self) -> str:
         """As `Budget` shows it, with what is known of it by now."""
         if isinstance(self.limit, int):
-            return f"{self.limit} bytes"
+            return exact_bytes(self.limit)
         promised = self.promised()
-        known = "" if promised is None else f", {promised + self.before} bytes"
+        known = "" if promised is None else f", {exact_bytes(promised + self.before)}"
         return f"{self.limit:g} of the plain peak{known}"
 
     # ------------------------------------------------------------------ the running step

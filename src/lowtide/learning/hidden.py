@@ -11,7 +11,6 @@ it would see them.
 from __future__ import annotations
 
 import warnings
-
 from typing import TYPE_CHECKING
 
 from lowtide.errors import UncountedWarning, users_frame

@@ -28,11 +28,17 @@ class Reported:
         self._peak: tuple[int, tuple[Signature, ...]] | None = None  # the last one, and whose
         self._peaks = 0
         self._highest: int | None = None
+        self._obstacle: str | None = None  # why the last that should have been measured was not
 
     def measured(self, peak: int, whose: tuple[Signature, ...]) -> None:
         """A step of these operations took so many bytes at its peak, with what was there before."""
         self._peak, self._peaks = (peak, whose), self._peaks + 1
         self._highest = max(peak, self._highest or 0)
+        self._obstacle = None
+
+    def not_measured(self, why: str) -> None:
+        """A step that was to be measured could not be."""
+        self._obstacle = why
 
     def report(self, *, steps: int, idle_steps: int, recorder: str | None) -> BudgetReport:
         """What the last step that was learned from did, and what else `BudgetReport` has."""
@@ -67,4 +73,5 @@ class Reported:
             fraction=allowance.limit if isinstance(allowance.limit, float) else None,
             idle_steps=idle_steps,
             recorder=recorder,
+            obstacle=self._obstacle,
         )

@@ -22,7 +22,11 @@ from collections.abc import Callable
 import torch
 
 from lowtide._compat import profiling
-from lowtide.memory.profiler import drop_memory_profiler, start_memory_profiler
+from lowtide.memory.profiler import (
+    drop_memory_profiler,
+    start_memory_profiler,
+    stop_memory_profiler,
+)
 from lowtide.memory.timeline import MARKER_SIZES, Timeline, read_timeline
 
 # The recording of a step waits for its backward while this many other steps begin and end.
@@ -188,7 +192,7 @@ class MemoryEvents:
                 if not ending:
                     drop_memory_profiler()
                 return None
-            fields = profiling.stop_memory_profiler()
+            fields = stop_memory_profiler()
             if not ending:
                 profiling.profiler_token.token = None
         timeline = read_timeline(fields, self.device, self._addresses, self._noted)
@@ -226,7 +230,7 @@ class _ThreadEnd:
             return
         with _lock:  # the recording was freed without being stopped
             if profiling.profiler_untouched(self.token):
-                profiling.stop_memory_profiler()
+                stop_memory_profiler()
 
 
 _thread_end = _OfThread()

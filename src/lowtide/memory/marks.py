@@ -210,15 +210,22 @@ class DeviceCounters:
         then(Timeline(self._levels[:-1], self._rises, self._levels[-1], known))
 
 
-def start_marks(device: torch.device) -> Marks | None:
+def start_marks(
+    device: torch.device, tell: Callable[[str], object] = lambda why_not: None
+) -> Marks | None:
     """Begin to measure a device; None if another profiler is in the way, or a backward: its end
-    takes away the profiler of this thread, which torch then misses on the terminal."""
+    takes away the profiler of this thread, which torch then misses on the terminal. `tell` is
+    called with what was in the way."""
     if device.type != "cpu":
         return DeviceCounters(device)
     around = recording_on_this_thread()
     if around is not None:
         return SharedEvents(around)
     if _compat.in_backward():
+        tell("it ran inside of a backward")
         return None
     events = MemoryEvents()
-    return OwnEvents(events) if events.start(patient=True) else None
+    if events.start(patient=True):
+        return OwnEvents(events)
+    tell(events.obstacle)
+    return None

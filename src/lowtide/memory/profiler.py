@@ -14,12 +14,16 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from lowtide._compat import profiling
 
+_REPORT = b"SyncActivityProfilerHandler.cpp"
+_NOT_MAIN = b"External init callback must run in same thread"
 _first_use = True
+_loud = False  # the program used Kineto first, which goes on to report what we start and stop
 
 
 @contextlib.contextmanager
@@ -33,9 +37,10 @@ def _quiet_kineto() -> Iterator[None]:
     stderr in that instant is passed on. Held back likewise is Kineto's warning that its first use
     is not on the main thread, which does not matter for memory events.
     """
-    global _first_use
+    global _first_use, _loud
     if not _first_use:
-        yield
+        with _without_lines(_REPORT) if _loud else contextlib.nullcontext():
+            yield
         return
     _first_use = False
     block = torch.UntypedStorage(1)
@@ -43,8 +48,9 @@ def _quiet_kineto() -> Iterator[None]:
     if ours:
         os.environ["KINETO_LOG_LEVEL"] = "99"
     try:
-        with _without_lines(b"External init callback must run in same thread"):
+        with _without_lines(_NOT_MAIN, _REPORT) as dropped:
             yield
+        _loud = ours and any(_REPORT in line for line in dropped)
     finally:
         if ours:
             del os.environ["KINETO_LOG_LEVEL"]
@@ -53,23 +59,27 @@ def _quiet_kineto() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_lines(unwanted: bytes) -> Iterator[None]:
-    """Hold back file descriptor 2, then write to it every line that does not contain `unwanted`."""
+def _without_lines(*unwanted: bytes) -> Iterator[list[bytes]]:
+    """Hold back file descriptor 2, then write to it every line that has none of `unwanted` in it.
+    The list has the other lines in the end."""
+    dropped: list[bytes] = []
     try:
         stderr = os.dup(2)
     except OSError:  # a process without stderr has no terminal to keep clean
-        yield
+        yield dropped
         return
     try:
         with tempfile.TemporaryFile() as held:
             os.dup2(held.fileno(), 2)
             try:
-                yield
+                yield dropped
             finally:
                 os.dup2(stderr, 2)
             held.seek(0)
             for line in held.read().splitlines(keepends=True):
-                if unwanted not in line:
+                if any(each in line for each in unwanted):
+                    dropped.append(line)
+                else:
                     os.write(2, line)
     finally:
         os.close(stderr)
@@ -78,6 +88,12 @@ def _without_lines(unwanted: bytes) -> Iterator[None]:
 def start_memory_profiler() -> None:
     with _quiet_kineto():
         profiling.start_memory_profiler()
+
+
+def stop_memory_profiler() -> list[Any]:
+    """The allocations, see `lowtide._compat.profiling`."""
+    with _without_lines(_REPORT) if _loud else contextlib.nullcontext():
+        return profiling.stop_memory_profiler()
 
 
 def drop_memory_profiler() -> None:
@@ -93,7 +109,7 @@ def drop_memory_profiler() -> None:
     token = profiling.profiler_token.token
     if profiling.profiler_on_this_thread():
         if profiling.profiler_untouched(token):
-            profiling.stop_memory_profiler()
+            stop_memory_profiler()
         else:
             _stop_beside_another()
     profiling.profiler_token.token = None  # last: after an interrupt, this is done again
@@ -112,7 +128,7 @@ def _stop_beside_another() -> None:
     holder.start()
     try:
         started.wait()
-        profiling.stop_memory_profiler()
+        stop_memory_profiler()
     finally:
         finished.set()  # else the process could not end
     holder.join()

@@ -221,6 +221,7 @@ class Restore:
     Attributes:
         kind: tells layers apart, see `find_layer`.
         owner: whoever put it on, if that is not the user; it may be asked when the layer is found.
+        about: what whoever put it on needs to make another handle of it.
     """
 
     def __init__(
@@ -235,6 +236,7 @@ class Restore:
         self.kind = kind
         self.for_replica = for_replica
         self.owner: Any = None
+        self.about: Any = None
 
     @property
     def active(self) -> bool:
