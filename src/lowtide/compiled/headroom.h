@@ -223,14 +223,6 @@ inline void delete_headroom(PyObject* self) {
   Py_DECREF(type);
 }
 
-inline Owned tuple_of(const std::vector<int64_t>& numbers) {
-  Owned tuple(checked(PyTuple_New(static_cast<Py_ssize_t>(numbers.size()))));
-  for (size_t i = 0; i < numbers.size(); ++i) {
-    PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), checked(PyLong_FromLongLong(numbers[i])));
-  }
-  return tuple;
-}
-
 // seen(first): [(signature, outputs, overwrites, live, need, later)] of the operations from there on, see `Ran`.
 inline PyObject* headroom_seen(PyObject* self, PyObject* first) {
   return leave_error([&] {
@@ -248,12 +240,6 @@ inline PyObject* headroom_seen(PyObject* self, PyObject* first) {
     }
     return list.release();
   });
-}
-
-inline std::vector<int64_t> numbers_in(PyObject* tuple) {
-  std::vector<int64_t> numbers;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) numbers.push_back(integer(PyTuple_GET_ITEM(tuple, i)));
-  return numbers;
 }
 
 // note((signature, outputs, overwrites, live, need, later), tensors, grad_mode): an operation that Python has

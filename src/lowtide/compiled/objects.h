@@ -51,6 +51,24 @@ inline int64_t integer(PyObject* object) {
   return found;
 }
 
+template <class Numbers = std::vector<int64_t>>
+Numbers numbers_in(PyObject* tuple) {
+  Numbers found;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
+    found.push_back(integer(PyTuple_GET_ITEM(tuple, i)));
+  }
+  return found;
+}
+
+template <class Numbers>
+Owned tuple_of(const Numbers& numbers) {
+  Owned made(checked(PyTuple_New(static_cast<Py_ssize_t>(numbers.size()))));
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    PyTuple_SET_ITEM(made.get(), static_cast<Py_ssize_t>(i), checked(PyLong_FromLongLong(numbers[i])));
+  }
+  return made;
+}
+
 inline PyObject* interned(const char* text) { return PyUnicode_InternFromString(text); }
 
 template <class T>
