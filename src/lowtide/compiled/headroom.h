@@ -195,9 +195,9 @@ inline PyObject* new_headroom(PyTypeObject* type, PyObject* args, PyObject*) {
   double outside;
   PyObject* leaves;
   if (!PyArg_ParseTuple(args, "LdLO!", &limit, &outside, &start, &PyList_Type, &leaves)) return nullptr;
-  PyObject* made = type->tp_alloc(type, 0);
-  if (made == nullptr) return nullptr;
-  auto* room = as<Headroom>(made);
+  Owned made(type->tp_alloc(type, 0));
+  if (made.get() == nullptr) return nullptr;
+  auto* room = as<Headroom>(made.get());
   new (&room->gradients) Gradients();
   new (&room->ran) std::vector<Ran>();
   new (&room->names) std::vector<PyObject*>();
@@ -205,11 +205,13 @@ inline PyObject* new_headroom(PyTypeObject* type, PyObject* args, PyObject*) {
   room->outside = outside;
   room->start = start;
   room->gradients.last = at::sequence_number::peek();
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leaves); ++i) {
-    PyObject* leaf = PyList_GET_ITEM(leaves, i);
-    if (THPVariable_Check(leaf)) count_leaf(room->gradients, THPVariable_Unpack(leaf), false);
-  }
-  return made;
+  return leave_error([&] {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leaves); ++i) {
+      PyObject* leaf = PyList_GET_ITEM(leaves, i);
+      if (THPVariable_Check(leaf)) count_leaf(room->gradients, THPVariable_Unpack(leaf), false);
+    }
+    return made.release();
+  });
 }
 
 inline void delete_headroom(PyObject* self) {
