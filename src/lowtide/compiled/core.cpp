@@ -297,7 +297,6 @@ PyObject* make_module() {
   python_unpack = forever("lowtide.replay", "unpack");
   keep_from_leaves_function = forever("lowtide._compat.leafgrads", "keep_from_leaves");
   pieces_type = forever("lowtide.tape.pieces", "Pieces");
-  python_versions = forever("lowtide.tape.values", "versions");
   python_run = forever("lowtide.replay", "run");
   draws_lock = forever("lowtide.tape.generators", "lock");
   python_lost = forever("lowtide.replay", "_lost");

@@ -194,6 +194,7 @@ struct Layout {
   Offset ref_value, ref_dtype, ref_size, ref_stride, ref_offset, ref_blank;
   Offset operation_refs, operation_sequence, operation_facts;
   Offset region_depth, region_parent, region_policy;
+  Offset kept_tensor, kept_version;
   Offset tape_lock, tape_decisions, tape_recorder, tape_events, tape_passing;
 };
 
@@ -235,6 +236,9 @@ inline void find_layout(const py::module_& values, const py::module_& tape) {
   l.region_depth = offset_of(l.region, "depth");
   l.region_parent = offset_of(l.region, "parent");
   l.region_policy = offset_of(l.region, "policy");
+  PyTypeObject* kept = class_in(values, "Kept");
+  l.kept_tensor = offset_of(kept, "tensor");
+  l.kept_version = offset_of(kept, "version");
 }
 
 }  // namespace lowtide
