@@ -600,6 +600,14 @@ def test_an_unknown_engine_is_refused() -> None:
         pass
 
 
+def test_a_refused_engine_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrapper subclasses, once met, are recorded in Python: also after a misspelt engine."""
+    monkeypatch.setattr("lowtide.engine._choice.wrappers", True)
+    with pytest.raises(lowtide.UsageError), engine.use("fast"):
+        pass
+    assert engine.name() == "python"
+
+
 def test_python_can_be_asked_for() -> None:
     with engine.use("python"):
         assert engine.name() == "python"

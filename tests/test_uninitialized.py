@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import lowtide
 from against_plain import WAYS, Way, check, gradients, leaf
+from lowtide.tape import pieces as pieces_module
 from lowtide.tape.pieces import Pieces
 from lowtide.tape.values import Ref
 
@@ -89,6 +90,24 @@ def test_slices_in_any_order_fill_the_whole() -> None:
             assert not pieces.cover(base)
             pieces = pieces.after(Ref(None, base.select(d, place)))
         assert pieces is None
+
+
+def test_slices_in_any_order_are_not_compared_with_all_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether all is written is looked at once there is enough for that, not after each slice."""
+    compared = []
+    without = pieces_module._without
+    monkeypatch.setattr(
+        pieces_module, "_without", lambda *boxes: compared.append(boxes) or without(*boxes)
+    )
+    base = torch.empty(100, 4)
+    pieces = Pieces.of(base)
+    for row in (*range(0, 100, 2), *range(1, 100, 2)):
+        assert pieces is not None
+        pieces = pieces.after(Ref(None, base[row]))
+    assert pieces is None
+    assert len(compared) < 100
 
 
 def test_steps_fill_the_whole() -> None:

@@ -100,8 +100,8 @@ def use(way: str) -> Iterator[None]:
     """
     with _lock:
         before, active, why = _choice.wanted, _choice.active, _choice.reason
-        met, _choice.wrappers = _choice.wrappers, False
         _want(way)
+        met, _choice.wrappers = _choice.wrappers, False
     try:
         yield
     finally:

@@ -30,10 +30,10 @@ def add_output(parser: argparse.ArgumentParser, what: str, default: str | None =
     parser.add_argument("--force", action="store_true", help="overwrite FILE if it exists")
 
 
-def add_rows(parser: argparse.ArgumentParser, what: str) -> None:
+def add_rows(parser: argparse.ArgumentParser) -> None:
     """Add the length of a table."""
     parser.add_argument(
-        "--rows", type=int, default=24, help=f"{what} to print, 0 for all (default: %(default)s)"
+        "--rows", type=int, default=24, help="rows to print, 0 for all (default: %(default)s)"
     )
 
 

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_target(parser)
     common.add_limit(parser, "50%")
     add_output(parser, "the plan to write, for lowtide.load_plan")
-    add_rows(parser, "rows")
+    add_rows(parser)
 
 
 def main(arguments: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEYS",
         help=f"what to sum by: any of {', '.join(KEYS)} (default: %(default)s)",
     )
-    add_rows(parser, "rows")
+    add_rows(parser)
 
 
 def main(arguments: argparse.Namespace) -> None:

@@ -1,7 +1,7 @@
 // The compiled part of lowtide: a Python module with the base type of the compiled recorder, and the
-// planner's annealing.
+// planner's simulator and searches.
 //
-// Problem: see `recorder.h` and `anneal.h`. Invariant: without this module everything works and gives
+// Problem: see `recorder.h` and `planning.h`. Invariant: without this module everything works and gives
 // the same bits, only slower, and with plans that may cost more; it is built for one version of Python
 // and torch and loaded by no other.
 // Rejected: pybind11 classes, whose calls cost more than the work behind them.
@@ -15,50 +15,21 @@
 namespace lowtide {
 namespace {
 
+// All that a recorder refers to.
+constexpr PyObject* State::*REFERENCES[] = {
+    &State::region, &State::table, &State::live, &State::forget, &State::read, &State::newest,
+    &State::before, &State::tape, &State::decisions, &State::script, &State::headroom,
+    &State::sizes, &State::made, &State::handles, &State::counts, &State::settle, &State::next_step,
+    &State::calls};
+
 int traverse(PyObject* self, visitproc visit, void* arg) {
-  auto* state = reinterpret_cast<State*>(self);
-  Py_VISIT(state->region);
-  Py_VISIT(state->table);
-  Py_VISIT(state->live);
-  Py_VISIT(state->forget);
-  Py_VISIT(state->read);
-  Py_VISIT(state->newest);
-  Py_VISIT(state->before);
-  Py_VISIT(state->tape);
-  Py_VISIT(state->decisions);
-  Py_VISIT(state->script);
-  Py_VISIT(state->headroom);
-  Py_VISIT(state->sizes);
-  Py_VISIT(state->made);
-  Py_VISIT(state->handles);
-  Py_VISIT(state->counts);
-  Py_VISIT(state->settle);
-  Py_VISIT(state->next_step);
-  Py_VISIT(state->calls);
+  for (auto field : REFERENCES) Py_VISIT(as<State>(self)->*field);
   Py_VISIT(Py_TYPE(self));
   return 0;
 }
 
 int clear(PyObject* self) {
-  auto* state = reinterpret_cast<State*>(self);
-  Py_CLEAR(state->region);
-  Py_CLEAR(state->table);
-  Py_CLEAR(state->live);
-  Py_CLEAR(state->forget);
-  Py_CLEAR(state->read);
-  Py_CLEAR(state->newest);
-  Py_CLEAR(state->before);
-  Py_CLEAR(state->tape);
-  Py_CLEAR(state->decisions);
-  Py_CLEAR(state->script);
-  Py_CLEAR(state->headroom);
-  Py_CLEAR(state->sizes);
-  Py_CLEAR(state->made);
-  Py_CLEAR(state->handles);
-  Py_CLEAR(state->counts);
-  Py_CLEAR(state->settle);
-  Py_CLEAR(state->next_step);
-  Py_CLEAR(state->calls);
+  for (auto field : REFERENCES) Py_CLEAR(as<State>(self)->*field);
   return 0;
 }
 
@@ -326,7 +297,6 @@ PyObject* make_module() {
   python_unpack = forever("lowtide.replay", "unpack");
   keep_from_leaves_function = forever("lowtide._compat.leafgrads", "keep_from_leaves");
   pieces_type = forever("lowtide.tape.pieces", "Pieces");
-  python_versions = forever("lowtide.tape.values", "versions");
   python_run = forever("lowtide.replay", "run");
   draws_lock = forever("lowtide.tape.generators", "lock");
   python_lost = forever("lowtide.replay", "_lost");

@@ -249,14 +249,16 @@ inline PyObject* weak_list_beyond(PyObject* self, PyObject* planned) {
 }
 
 inline PyObject* weak_list_settle(PyObject* self, PyObject*) {
-  std::vector<Weak> links = as<WeakList>(self)->links;  // a copy: settling may free records
-  for (const Weak& link : links) {
-    if (link.get() == nullptr) continue;
-    Owned kept(Py_NewRef(link.get()));
-    auto* value = as<Value>(kept.get());
-    if (value->held.defined() && value->op != nullptr) settle(value);
-  }
-  Py_RETURN_NONE;
+  return leave_error([&] {
+    std::vector<Weak> links = as<WeakList>(self)->links;  // a copy: settling may free records
+    for (const Weak& link : links) {
+      if (link.get() == nullptr) continue;
+      Owned kept(Py_NewRef(link.get()));
+      auto* value = as<Value>(kept.get());
+      if (value->held.defined() && value->op != nullptr) settle(value);
+    }
+    return Py_NewRef(Py_None);
+  });
 }
 
 inline PyObject* weak_list_clear(PyObject* self, PyObject*) {

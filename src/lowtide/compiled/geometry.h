@@ -80,42 +80,28 @@ class Geometry {
   Shared* shared_ = nullptr;
 };
 
-inline PyObject* tuple_of(c10::IntArrayRef numbers) {
-  PyObject* made = checked(PyTuple_New(static_cast<Py_ssize_t>(numbers.size())));
-  for (size_t i = 0; i < numbers.size(); ++i) {
-    PyTuple_SET_ITEM(made, i, PyLong_FromLongLong(numbers[i]));
-  }
-  return made;
-}
-
 inline PyObject* torch_size;  // the class torch.Size
 
 // A Python `Ref`; `value` null: blank memory.
 inline PyObject* new_ref(PyObject* value, const Geometry& geometry) {
   const Layout& l = layout;
-  PyObject* ref = checked(l.ref->tp_alloc(l.ref, 0));
-  Owned sizes(tuple_of(geometry.size()));
+  Owned made(checked(l.ref->tp_alloc(l.ref, 0)));
+  PyObject* ref = made.get();
+  Owned sizes = tuple_of(geometry.size());
   slot(ref, l.ref_value) = Py_NewRef(or_none(value));
   slot(ref, l.ref_dtype) =
       Py_NewRef(object_of(torch::getTHPDtype(c10::typeMetaToScalarType(geometry.dtype()))));
-  slot(ref, l.ref_size) = PyObject_CallOneArg(torch_size, sizes.get());
-  slot(ref, l.ref_stride) = tuple_of(geometry.stride());
-  slot(ref, l.ref_offset) = PyLong_FromLongLong(geometry.offset());
+  slot(ref, l.ref_size) = checked(PyObject_CallOneArg(torch_size, sizes.get()));
+  slot(ref, l.ref_stride) = tuple_of(geometry.stride()).release();
+  slot(ref, l.ref_offset) = checked(PyLong_FromLongLong(geometry.offset()));
   slot(ref, l.ref_blank) = Py_NewRef(Py_None);
-  return ref;
-}
-
-inline c10::SmallVector<int64_t, 5> numbers_of(PyObject* tuple) {
-  c10::SmallVector<int64_t, 5> found;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
-    found.push_back(integer(PyTuple_GET_ITEM(tuple, i)));
-  }
-  return found;
+  return made.release();
 }
 
 inline Geometry geometry_of(PyObject* ref) {
+  using Few = c10::SmallVector<int64_t, 5>;
   return Geometry(
-      numbers_of(slot(ref, layout.ref_size)), numbers_of(slot(ref, layout.ref_stride)),
+      numbers_in<Few>(slot(ref, layout.ref_size)), numbers_in<Few>(slot(ref, layout.ref_stride)),
       integer(slot(ref, layout.ref_offset)),
       c10::scalarTypeToTypeMeta(as<THPDtype>(slot(ref, layout.ref_dtype))->scalar_type));
 }

@@ -195,9 +195,9 @@ inline PyObject* new_headroom(PyTypeObject* type, PyObject* args, PyObject*) {
   double outside;
   PyObject* leaves;
   if (!PyArg_ParseTuple(args, "LdLO!", &limit, &outside, &start, &PyList_Type, &leaves)) return nullptr;
-  PyObject* made = type->tp_alloc(type, 0);
-  if (made == nullptr) return nullptr;
-  auto* room = as<Headroom>(made);
+  Owned made(type->tp_alloc(type, 0));
+  if (made.get() == nullptr) return nullptr;
+  auto* room = as<Headroom>(made.get());
   new (&room->gradients) Gradients();
   new (&room->ran) std::vector<Ran>();
   new (&room->names) std::vector<PyObject*>();
@@ -205,11 +205,13 @@ inline PyObject* new_headroom(PyTypeObject* type, PyObject* args, PyObject*) {
   room->outside = outside;
   room->start = start;
   room->gradients.last = at::sequence_number::peek();
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leaves); ++i) {
-    PyObject* leaf = PyList_GET_ITEM(leaves, i);
-    if (THPVariable_Check(leaf)) count_leaf(room->gradients, THPVariable_Unpack(leaf), false);
-  }
-  return made;
+  return leave_error([&] {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leaves); ++i) {
+      PyObject* leaf = PyList_GET_ITEM(leaves, i);
+      if (THPVariable_Check(leaf)) count_leaf(room->gradients, THPVariable_Unpack(leaf), false);
+    }
+    return made.release();
+  });
 }
 
 inline void delete_headroom(PyObject* self) {
@@ -221,14 +223,6 @@ inline void delete_headroom(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);
-}
-
-inline Owned tuple_of(const std::vector<int64_t>& numbers) {
-  Owned tuple(checked(PyTuple_New(static_cast<Py_ssize_t>(numbers.size()))));
-  for (size_t i = 0; i < numbers.size(); ++i) {
-    PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), checked(PyLong_FromLongLong(numbers[i])));
-  }
-  return tuple;
 }
 
 // seen(first): [(signature, outputs, overwrites, live, need, later)] of the operations from there on, see `Ran`.
@@ -248,12 +242,6 @@ inline PyObject* headroom_seen(PyObject* self, PyObject* first) {
     }
     return list.release();
   });
-}
-
-inline std::vector<int64_t> numbers_in(PyObject* tuple) {
-  std::vector<int64_t> numbers;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) numbers.push_back(integer(PyTuple_GET_ITEM(tuple, i)));
-  return numbers;
 }
 
 // note((signature, outputs, overwrites, live, need, later), tensors, grad_mode): an operation that Python has

@@ -267,7 +267,7 @@ inline at::Tensor unpack_handle(Handle* handle) {
   } else {
     if (value->op == nullptr) lost(value, Owned(new_ref(owner.get(), handle->geometry)).get());
     {
-      AllStaysHeld inside(slot(tape, layout.tape_recorder));
+      AllStaysHeld held_meanwhile(slot(tape, layout.tape_recorder));
       base = replayed(value, object_of(handle), decisions.get(), events, handle->told);
     }
     Owned recorder(Py_NewRef(slot(tape, layout.tape_recorder)));

@@ -51,6 +51,24 @@ inline int64_t integer(PyObject* object) {
   return found;
 }
 
+template <class Numbers = std::vector<int64_t>>
+Numbers numbers_in(PyObject* tuple) {
+  Numbers found;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
+    found.push_back(integer(PyTuple_GET_ITEM(tuple, i)));
+  }
+  return found;
+}
+
+template <class Numbers>
+Owned tuple_of(const Numbers& numbers) {
+  Owned made(checked(PyTuple_New(static_cast<Py_ssize_t>(numbers.size()))));
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    PyTuple_SET_ITEM(made.get(), static_cast<Py_ssize_t>(i), checked(PyLong_FromLongLong(numbers[i])));
+  }
+  return made;
+}
+
 inline PyObject* interned(const char* text) { return PyUnicode_InternFromString(text); }
 
 template <class T>
@@ -176,6 +194,7 @@ struct Layout {
   Offset ref_value, ref_dtype, ref_size, ref_stride, ref_offset, ref_blank;
   Offset operation_refs, operation_sequence, operation_facts;
   Offset region_depth, region_parent, region_policy;
+  Offset kept_tensor, kept_version;
   Offset tape_lock, tape_decisions, tape_recorder, tape_events, tape_passing;
 };
 
@@ -217,6 +236,9 @@ inline void find_layout(const py::module_& values, const py::module_& tape) {
   l.region_depth = offset_of(l.region, "depth");
   l.region_parent = offset_of(l.region, "parent");
   l.region_policy = offset_of(l.region, "policy");
+  PyTypeObject* kept = class_in(values, "Kept");
+  l.kept_tensor = offset_of(kept, "tensor");
+  l.kept_version = offset_of(kept, "version");
 }
 
 }  // namespace lowtide

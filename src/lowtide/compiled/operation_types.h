@@ -211,7 +211,7 @@ inline PyObject* operation_default_dtype(PyObject* self, void*) {
 }
 
 inline PyObject* operation_threads(PyObject* self, void*) {
-  return checked(PyLong_FromLong(as<Operation>(self)->threads));
+  return PyLong_FromLong(as<Operation>(self)->threads);
 }
 
 inline PyObject* operation_stream(PyObject* self, void*) {

@@ -68,8 +68,10 @@ inline int value_set_home(PyObject* self, PyObject* to, void*) {
 }
 
 inline PyObject* value_settle(PyObject* self, PyObject*) {
-  settle(as<Value>(self));
-  Py_RETURN_NONE;
+  return leave_error([&] {
+    settle(as<Value>(self));
+    return Py_NewRef(Py_None);
+  });
 }
 
 inline PyObject* value_intact(PyObject* self, PyObject*) {

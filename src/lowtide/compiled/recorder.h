@@ -293,7 +293,10 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, St
   }
   bool aside = fact != nullptr && (fact->view || (state->paused && fact->mean < 0));
   // A backward that writes what a replay may still read: autograd may not notice that.
-  if (aside && state->paused && !fact->writes.empty()) aside = !may_write_watched(*fact, op, *stack);
+  if (aside && state->paused && !fact->writes.empty()) {
+    Gil gil;  // other threads add to what is watched
+    aside = !may_write_watched(*fact, op, *stack);
+  }
   if (aside) {
     // Must not wrap the result in a Python tensor: its caller may be about to give it another class.
     if (!is_none(state->newest)) {

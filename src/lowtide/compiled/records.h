@@ -167,18 +167,24 @@ inline void settle(Value* value) {
   give_up(std::exchange(value->op, nullptr));
 }
 
-inline PyObject* python_versions;
+// Whether nothing was written through the pieces of a value's storage, of which a flat buffer has as many as
+// parameters, or through the wrappers around it; as `versions` of `lowtide/tape/values.py`.
+inline bool wholes_intact(const Value* value) {
+  auto storage = reinterpret_cast<int64_t>(value->held.storage().unsafeGetStorageImpl());
+  if (integer(PyTuple_GET_ITEM(value->wholes, 0)) != storage) return true;  // a copy
+  PyObject* known = PyTuple_GET_ITEM(value->wholes, 1);
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(known); ++i) {
+    PyObject* kept = PyList_GET_ITEM(known, i);
+    int64_t then = integer(slot(kept, layout.kept_version));
+    if (then >= 0 && version_of(THPVariable_Unpack(slot(kept, layout.kept_tensor))) != then) return false;
+  }
+  return true;
+}
 
 // As `Value.intact`.
 inline bool intact(const Value* value) {
   if (version_of(value->held) != value->version) return false;
-  if (value->wholes != nullptr) {
-    auto* self = const_cast<PyObject*>(reinterpret_cast<const PyObject*>(value));
-    Owned versions(checked(PyObject_CallOneArg(python_versions, self)));
-    Owned now(checked(PySequence_GetItem(versions.get(), 0)));
-    Owned then(checked(PySequence_GetItem(versions.get(), 1)));
-    if (integer(now.get()) != integer(then.get())) return false;
-  }
+  if (value->wholes != nullptr && !wholes_intact(value)) return false;
   return static_cast<int64_t>(value->held.storage().nbytes()) >= value->nbytes;
 }
 

@@ -9,17 +9,12 @@
 
 namespace lowtide {
 
-inline void read_numbers(PyObject* tuple, std::vector<int64_t>& into) {
+inline std::vector<std::vector<int64_t>> lists_in(PyObject* tuple) {
+  std::vector<std::vector<int64_t>> found;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
-    into.push_back(integer(PyTuple_GET_ITEM(tuple, i)));
+    found.push_back(numbers_in(PyTuple_GET_ITEM(tuple, i)));
   }
-}
-
-inline void read_lists(PyObject* tuple, std::vector<std::vector<int64_t>>& into) {
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
-    into.emplace_back();
-    read_numbers(PyTuple_GET_ITEM(tuple, i), into.back());
-  }
+  return found;
 }
 
 inline PyObject* all_interned(PyObject* names) {
@@ -52,13 +47,12 @@ inline PyObject* new_script(PyTypeObject* type, PyObject* args, PyObject*) {
   new (&script->looked_at) std::vector<size_t>();
   new (&script->by_size) std::unordered_set<int64_t>();
   script->names = all_interned(names);
-  read_lists(sizes, script->sizes);
-  read_lists(reads, script->reads);
-  read_numbers(wanted, script->wanted);
-  read_numbers(needs, script->needs);
-  read_numbers(choices, script->choices);
-  std::vector<int64_t> indices;
-  read_numbers(by_size, indices);
+  script->sizes = lists_in(sizes);
+  script->reads = lists_in(reads);
+  script->wanted = numbers_in(wanted);
+  script->needs = numbers_in(needs);
+  script->choices = numbers_in(choices);
+  auto indices = numbers_in(by_size);
   script->by_size.insert(indices.begin(), indices.end());
   script->looked_at.resize(script->sizes.size());
   return owner.release();

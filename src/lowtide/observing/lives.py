@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import threading
 import weakref
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from lowtide.observing.logs import FOREVER, OpLog
@@ -163,15 +165,25 @@ class Lives:
             self.handles[old] -= 1
             if not self.handles[old]:
                 self._found(old)
-            place = len(self.last_save) - 1  # a handle that moves was mostly made just before
-            while self.last_save[place] != (old, handle.sequence):
-                place -= 1
+            place = self._place_of((old, handle.sequence))
             self.last_save[place] = save = number, handle.sequence
             self.first[save] = self.first.get((old, handle.sequence), old)
             if number < 0:
                 del self.last_save[place], self.nodes[place]
         if number >= 0:
             self.handles[number] = self.handles.get(number, 0) + 1
+
+    def _place_of(self, save: tuple[int, int]) -> int:
+        """The last place of such a save in `last_save`, which is in the order of operations, but
+        for what was inserted. Not looked for one by one: a write may move all handles on a value.
+        """
+        saves, operation = self.last_save, save[1]
+        place = bisect_right(saves, operation, key=itemgetter(1)) - 1
+        while place >= 0 and saves[place][1] == operation:
+            if saves[place] == save:
+                return place
+            place -= 1
+        return len(saves) - 1 - saves[::-1].index(save)
 
     def dropped(self, value: Value) -> None:
         """`value` is dropped. While the program still has its memory, that counts as if the tape

@@ -10,6 +10,7 @@ of a matrix is none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,8 +56,9 @@ class Pieces:
         if box is None:
             finer = self._in_steps(ref)
             return self if finer is None else finer.after(ref)
-        boxes = _merged([*self._boxes, box])
-        if not _left([tuple((0, n) for _, n in self._dims)], boxes):
+        boxes, whole = _merged([*self._boxes, box]), tuple([(0, n) for _, n in self._dims])
+        # Where the boxes lie matters only once they have enough elements for all of it.
+        if sum(map(_elements, boxes)) >= _elements(whole) and not _left([whole], boxes):
             return None
         return self._with(self._dims, boxes)
 
@@ -160,6 +162,10 @@ def _merged(boxes: list[Box]) -> list[Box]:
                 break
         else:
             return [*boxes, last]
+
+
+def _elements(box: Box) -> int:
+    return math.prod([end - start for start, end in box])
 
 
 def _left(parts: list[Box], boxes: Sequence[Box]) -> list[Box]:

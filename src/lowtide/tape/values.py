@@ -178,9 +178,10 @@ def versions(value: Value) -> tuple[int, int]:
     now: int = _compat.version_of(held)
     wholes = value.wholes
     if wholes is not None and now == value.version and wholes[0] == _compat.storage_key(held):
-        for whole in wholes[1]:
-            if not whole.intact():
-                return _compat.version_of(whole.tensor), whole.version
+        version_of = _compat.version_of
+        for whole in wholes[1]:  # not `intact`, as a flat buffer has thousands of pieces
+            if whole.version >= 0 and version_of(whole.tensor) != whole.version:
+                return version_of(whole.tensor), whole.version
     return now, value.version
 
 
