@@ -527,6 +527,19 @@ def test_a_first_refusal_says_nothing_of_functions_that_are_not_there() -> None:
         assert other not in refused
 
 
+def test_a_first_refusal_says_nothing_of_a_loss_outside_if_the_loss_is_inside() -> None:
+    """Scratchpads were guessed there, of which a refusal does not speak."""
+    model = nn.Sequential(
+        nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()
+    ).bfloat16()
+    x = torch.randn(4, 8, 32, 32).bfloat16()
+    with lowtide.budget(500_000):
+        loss = model(x).square().mean()
+    with pytest.raises(lowtide.BudgetError, match="computed from sizes") as refused:
+        loss.backward()
+    assert "outside" not in str(refused.value)
+
+
 def test_a_first_refusal_says_that_the_gradients_of_a_loss_were_guessed() -> None:
     """A sum gives one number as the gradient of all, which the smallest limit cannot rely on."""
     torch.manual_seed(0)

@@ -124,7 +124,7 @@ def modelled_events(
     places = _places(seen, seen.last_save, ended)
     dead = deadgraphs.dead_operations(seen, places) | functions.outside(seen, ended)
     ops = deadgraphs.without(seen.ops, dead) if dead else seen.ops
-    given = frozenset[int]() if seen.sparing else seen.names.from_outside(sizes)
+    given = frozenset[int]() if seen.sparing else seen.names.outside
     gradients = lifetimes(ops, sizes, seen.carries_grad, given)
     leaves = accumulation(seen.leaves, ops, dead, watched=not seen.common)
     unmade = of_unmade(ops, seen.leaves.nodes)

@@ -53,7 +53,7 @@ def sparing_graph(observer: Observer, first: int) -> Graph | None:
     """
     guessed = observer.runs_again() or observer.turnover or observer.estimated
     guessed = guessed or any(log.pad for log in observer.ops)
-    if not guessed and not observer.names.returned:
+    if not guessed and not observer.names.outside:
         return None
     sparing = sparingly(observer, lambda: graph_before(observer, first))
     return None if sparing.events == graph_before(observer, first).events else sparing
@@ -70,7 +70,7 @@ def what_was_guessed(observer: Observer) -> list[str]:
         ),
         (observer.turnover, "FSDP2 gathers parameters and is taken to hold some several times"),
         (
-            observer.names.returned,
+            observer.names.outside,
             "a loss outside is taken to give gradients as large as what it was given",
         ),
     )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Container, Iterable, Sequence
-from collections.abc import Set as AbstractSet
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -36,12 +35,15 @@ class Names:
         until: for each value that the program had after an operation: the last such operation.
         returned: the values that it had when the recording closed, such as an output that a loss
             outside reads.
+        outside: those of them to which a loss outside may give a gradient: none if a loss is among
+            them.
         table: the open recorder's table of live storages; it is emptied when recording ends.
     """
 
     def __init__(self) -> None:
         self.until: dict[int, int] = {}
         self.returned: set[int] = set()
+        self.outside: frozenset[int] = frozenset()
         self.table: dict[int, Entry] = {}
         self._losses: set[int] = set()  # values that are one number each, however large they are
         self._open: dict[int, None] = {}  # keys of storages that the program has, or may have
@@ -99,12 +101,6 @@ class Names:
     def _is_loss(self, number: int, nbytes: int) -> bool:
         return 0 < nbytes <= _SCALAR or number in self._losses
 
-    def from_outside(self, sizes: Sequence[int]) -> AbstractSet[int]:
-        """The results to which a loss outside may give a gradient: those that the program had when
-        the forward was over, none if a loss is among them. `sizes`: of each value, in bytes."""
-        found = self.returned
-        return frozenset() if any(self._is_loss(n, sizes[n]) for n in found) else found
-
     def of_losses(self, sizes: Sequence[int]) -> int:
         """Bytes of the gradients with which a backward begins, and which its caller has until it is
         over: those of the losses among the results. `sizes`: of each value, in bytes."""
@@ -113,8 +109,10 @@ class Names:
     def forward_ends(self) -> None:
         """Keep weak references to what is in memory now, as the table will be emptied, and note
         which of it the program has."""
-        had = [self._had(key) for key in self._open]
-        self.returned = {value.number for value in had if value is not None}
+        had = [value for key in self._open if (value := self._had(key)) is not None]
+        self.returned = {value.number for value in had}
+        has_loss = any(self._is_loss(value.number, value.nbytes) for value in had)
+        self.outside = frozenset() if has_loss else frozenset(self.returned)
         self._left = [
             (entry.key, entry.counted, weakref.ref(storage))
             for entry in list(self.table.values())  # storages are freed meanwhile, as by threads
