@@ -344,6 +344,18 @@ def test_a_plan_is_read_back_as_it_was(planned: Plan, tmp_path: Path) -> None:
     assert again.read_bytes() == path.read_bytes()
 
 
+def test_what_a_budget_compares_a_step_with_is_read_back(tmp_path: Path) -> None:
+    """What is written in place, and what backward asks for."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Linear(64, 64))
+    found = lowtide.plan(loss_on(model), batch(), limit=0.9)
+    found.save(tmp_path / "plan")
+    seen, read = found.step.seen, lowtide.load_plan(tmp_path / "plan").step.seen
+    assert any(log.overwrites for log in seen.ops)
+    assert seen.saved
+    assert [log.overwrites for log in read.ops] == [log.overwrites for log in seen.ops]
+    assert read.saved == seen.saved
+
+
 def test_equal_plans_are_one_key(planned: Plan) -> None:
     plain = lowtide.plan(loss_on(network()), batch())
     assert {planned: 1, copy.deepcopy(planned): 2, plain: 3} == {planned: 2, plain: 3}
@@ -397,6 +409,16 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "a bound without end": (lambda d: change(d, "bound", 10**400), "'bound' cannot be 1000"),
     "a limit without end": (lambda d: change(d, "limit", 10**400), "'limit' cannot be 1000"),
     "an endless op": (lambda d: d["graph"]["ops"][0].__setitem__(1, 10**400), "a number belongs"),
+    "another number": (lambda d: change_first(d["live"], d["live"][0] + 1), "its digest is"),
+    "another decision": (lambda d: change(d, "retain", d["retain"][::-1]), "its digest is|drops"),
+    "another limit": (lambda d: change(d, "limit", d["limit"] + 1), "its digest is"),
+    "another time of an op": (lambda d: d["graph"]["ops"][0].__setitem__(1, 9.5), "its digest is"),
+    "asked": (lambda d: change(d, "asked", [-1]), "'asked' must be a list of whole numbers"),
+    "no digest": (lambda d: d.pop("digest"), "its digest is None"),
+    "much text": (
+        lambda d: change(d, "status", "x" * 10**5),
+        "status cannot be 'xxxxxxxxxxxx\\.\\.\\.",
+    ),
     "more bytes than there are": (lambda d: change_first(d["live"], 10**30), "'live' must be"),
 }
 
@@ -409,8 +431,9 @@ def test_a_damaged_file_is_refused(what: str, planned: Plan, tmp_path: Path) -> 
     damage, text = DAMAGE[what]
     damage(data)
     path.write_text(json.dumps(data))
-    with pytest.raises(UsageError, match=rf"step\.plan: .*({text})"):
+    with pytest.raises(UsageError, match=rf"step\.plan: .*({text})") as caught:
         lowtide.load_plan(path)
+    assert len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\x80\x04\x95", b"import os", b"[1]"])

@@ -418,7 +418,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     """
     try:
         step, rest = planfile.read(Path(path).read_text(encoding="utf-8"))
-        return Plan(
+        plan = Plan(
             step,
             planfile.retention(step.graph, rest),
             planfile.optional(rest, "limit", int),
@@ -426,5 +426,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
             planfile.status(rest),
             0.0,
         )
-    except (UnicodeDecodeError, UsageError) as error:
+        planfile.check_digest(rest)  # last, as the others say more
+        return plan
+    except (UnicodeDecodeError, RecursionError, UsageError) as error:
         raise UsageError(f"cannot read the plan in {os.fspath(path)}: {error}") from error
