@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import BudgetError, DryRunWarning, Plan, UsageError, engine
-from lowtide.dryrun.run import Dry
+from lowtide.dryrun.run import Dry, dry_run
 from lowtide.frontier import curve_of
+from lowtide.memory import margins
 from lowtide.observing.observer import Observer
 from lowtide.observing.seen import Seen
 from lowtide.planner import Event, Graph, OpNode, ValueNode, minimum, simulate
@@ -189,6 +190,32 @@ def test_a_fraction_is_of_the_plain_peak() -> None:
     assert lowtide.plan(step, batch(), limit=share).limit == int(
         share * lowtide.plan(step, batch()).plain_peak
     )
+
+
+@pytest.mark.parametrize("source", ["fake", "recorded"])
+def test_more_room_never_means_a_smaller_plan(source: str) -> None:
+    """Where the whole margin can just be left free, a plan may take no less than a byte below."""
+    free = margins.PREDICTED[source]
+    for least in (1, 100, 12345, 10**9):
+        limits = sorted(
+            {int(least * (1 + part / 5000)) + by for part in range(300) for by in (0, 1)}
+        )
+        rooms = [margins.room_near(limit, free, least) for limit in limits]
+        assert rooms == sorted(rooms)
+        assert all(least <= room <= limit for room, limit in zip(rooms, limits, strict=True))
+        far = 2 * least + 100
+        assert margins.room_near(far, free, least) == far - int(free * far)
+
+
+def test_a_byte_more_is_not_a_dearer_plan() -> None:
+    widths = 64, 300, 40, 200, 50, 100, 60
+    layers = [(nn.Linear(*pair), nn.GELU(), nn.Dropout(0.1)) for pair in itertools.pairwise(widths)]
+    model = nn.Sequential(*itertools.chain(*layers))
+    step = dry_run(loss_on(model), (batch(),), {})
+    edge = int(minimum(step.graph).peak / (1 - margins.PREDICTED["fake"]))
+    below, above = plan_step(step, edge - 2), plan_step(step, edge + 2)
+    assert below.overhead > 0
+    assert above.overhead <= below.overhead
 
 
 def test_a_limit_below_the_minimum_names_it() -> None:
