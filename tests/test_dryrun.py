@@ -474,3 +474,25 @@ def test_a_function_that_the_step_replaces_stays_replaced(monkeypatch: pytest.Mo
 
     assert dry_run(step, (torch.ones(4, 4, requires_grad=True),), {}).source == "fake"
     assert F.linear is own
+
+
+unsized = nn.LazyLinear(2)
+
+
+def test_a_global_variable_with_the_name_of_an_attribute_is_no_part_of_the_step() -> None:
+    """It may have no size, no memory, or another device."""
+
+    class Holder:
+        unsized = nn.Linear(4, 4)
+
+    holder = Holder()
+
+    def step(x: Tensor) -> Tensor:
+        return holder.unsized(x).sum()
+
+    def part(x: Tensor) -> Tensor:
+        return unsized(x).sum()
+
+    assert unsized not in Found(step, (), {}).modules()
+    assert unsized in Found(part, (), {}).modules()
+    assert dry_run(step, (torch.ones(2, 4),), {}).source == "fake"

@@ -220,6 +220,19 @@ def test_the_model_is_not_too_low(name: str, args: tuple[Any, ...]) -> None:
     assert peak <= modelled * 1.02 + SLACK
 
 
+@pytest.mark.parametrize("shape", [(128, 8), (4, 16, 32, 32)])
+def test_a_normalized_batch_that_gets_no_gradient_takes_next_to_nothing(
+    shape: tuple[int, ...],
+) -> None:
+    x, row = torch.randn(shape), torch.ones(shape[1])
+    args = (x, x, row, row, row, row, row, True, 1e-5, [False, True, True])
+    call = operator("native_batch_norm_backward")
+    call(*args)
+    took = lowtide.measure(lambda: call(*args), device="cpu").peak_bytes - 2 * row.nbytes
+    modelled = kernel_workspace(call._schema.name, [x, x, row], args, 2 * row.nbytes)
+    assert took <= modelled <= x.nbytes // 8
+
+
 @pytest.mark.parametrize("kind", ["c2c", "r2c", "c2r"])
 def test_fourier_transforms_copy_what_is_not_one_batch(kind: str) -> None:
     rng, call, copied = random.Random(kind), operator(f"_fft_{kind}"), 0

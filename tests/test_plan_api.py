@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import BudgetError, DryRunWarning, Plan, UsageError, engine
-from lowtide.dryrun.run import Dry
+from lowtide.dryrun.run import Dry, dry_run
 from lowtide.frontier import curve_of
+from lowtide.memory import margins
 from lowtide.observing.observer import Observer
 from lowtide.observing.seen import Seen
 from lowtide.planner import Event, Graph, OpNode, ValueNode, minimum, simulate
@@ -191,6 +192,32 @@ def test_a_fraction_is_of_the_plain_peak() -> None:
     )
 
 
+@pytest.mark.parametrize("source", ["fake", "recorded"])
+def test_more_room_never_means_a_smaller_plan(source: str) -> None:
+    """Where the whole margin can just be left free, a plan may take no less than a byte below."""
+    free = margins.PREDICTED[source]
+    for least in (1, 100, 12345, 10**9):
+        limits = sorted(
+            {int(least * (1 + part / 5000)) + by for part in range(300) for by in (0, 1)}
+        )
+        rooms = [margins.room_near(limit, free, least) for limit in limits]
+        assert rooms == sorted(rooms)
+        assert all(least <= room <= limit for room, limit in zip(rooms, limits, strict=True))
+        far = 2 * least + 100
+        assert margins.room_near(far, free, least) == far - int(free * far)
+
+
+def test_a_byte_more_is_not_a_dearer_plan() -> None:
+    widths = 64, 300, 40, 200, 50, 100, 60
+    layers = [(nn.Linear(*pair), nn.GELU(), nn.Dropout(0.1)) for pair in itertools.pairwise(widths)]
+    model = nn.Sequential(*itertools.chain(*layers))
+    step = dry_run(loss_on(model), (batch(),), {})
+    edge = int(minimum(step.graph).peak / (1 - margins.PREDICTED["fake"]))
+    below, above = plan_step(step, edge - 2), plan_step(step, edge + 2)
+    assert below.overhead > 0
+    assert above.overhead <= below.overhead
+
+
 def test_a_limit_below_the_minimum_names_it() -> None:
     step = loss_on(network())
     least = lowtide.plan(step, batch()).minimum_peak
@@ -344,6 +371,18 @@ def test_a_plan_is_read_back_as_it_was(planned: Plan, tmp_path: Path) -> None:
     assert again.read_bytes() == path.read_bytes()
 
 
+def test_what_a_budget_compares_a_step_with_is_read_back(tmp_path: Path) -> None:
+    """What is written in place, and what backward asks for."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Linear(64, 64))
+    found = lowtide.plan(loss_on(model), batch(), limit=0.9)
+    found.save(tmp_path / "plan")
+    seen, read = found.step.seen, lowtide.load_plan(tmp_path / "plan").step.seen
+    assert any(log.overwrites for log in seen.ops)
+    assert seen.saved
+    assert [log.overwrites for log in read.ops] == [log.overwrites for log in seen.ops]
+    assert read.saved == seen.saved
+
+
 def test_equal_plans_are_one_key(planned: Plan) -> None:
     plain = lowtide.plan(loss_on(network()), batch())
     assert {planned: 1, copy.deepcopy(planned): 2, plain: 3} == {planned: 2, plain: 3}
@@ -397,6 +436,16 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "a bound without end": (lambda d: change(d, "bound", 10**400), "'bound' cannot be 1000"),
     "a limit without end": (lambda d: change(d, "limit", 10**400), "'limit' cannot be 1000"),
     "an endless op": (lambda d: d["graph"]["ops"][0].__setitem__(1, 10**400), "a number belongs"),
+    "another number": (lambda d: change_first(d["live"], d["live"][0] + 1), "its digest is"),
+    "another decision": (lambda d: change(d, "retain", d["retain"][::-1]), "its digest is|drops"),
+    "another limit": (lambda d: change(d, "limit", d["limit"] + 1), "its digest is"),
+    "another time of an op": (lambda d: d["graph"]["ops"][0].__setitem__(1, 9.5), "its digest is"),
+    "asked": (lambda d: change(d, "asked", [-1]), "'asked' must be a list of whole numbers"),
+    "no digest": (lambda d: d.pop("digest"), "its digest is None"),
+    "much text": (
+        lambda d: change(d, "status", "x" * 10**5),
+        "status cannot be 'xxxxxxxxxxxx\\.\\.\\.",
+    ),
     "more bytes than there are": (lambda d: change_first(d["live"], 10**30), "'live' must be"),
 }
 
@@ -409,8 +458,9 @@ def test_a_damaged_file_is_refused(what: str, planned: Plan, tmp_path: Path) -> 
     damage, text = DAMAGE[what]
     damage(data)
     path.write_text(json.dumps(data))
-    with pytest.raises(UsageError, match=rf"step\.plan: .*({text})"):
+    with pytest.raises(UsageError, match=rf"step\.plan: .*({text})") as caught:
         lowtide.load_plan(path)
+    assert len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\x80\x04\x95", b"import os", b"[1]"])

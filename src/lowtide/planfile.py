@@ -8,7 +8,9 @@ planner. Rejected: pickle, which runs what it reads.
 
 from __future__ import annotations
 
+import hashlib
 import json
+from reprlib import repr as brief  # of a value that may be a whole file
 from typing import Any, TypeVar
 
 from lowtide.backward.modelled import look_closer
@@ -21,7 +23,7 @@ from lowtide.planner import NEVER, Graph, Retention
 from lowtide.planner.fields import is_whole, read_document
 
 FORMAT = "lowtide.plan"
-VERSION = 6
+VERSION = 7
 # Fields of each operation, see `OpLog`.
 _LISTS = ("reads", "receivers", "viewing", "whole", "pieces", "piece_sizes")
 _MOST = 2**63  # seconds, and bytes of a limit, are below
@@ -37,7 +39,7 @@ def document(step: Dry, rest: dict[str, Any]) -> dict[str, Any]:
     )  # operators cannot be written to a file, but what they cost can
     names = list(dict.fromkeys(step.modules))
     place = {name: index for index, name in enumerate(names)}
-    return {
+    data = {
         "format": FORMAT,
         "version": VERSION,
         "fingerprint": step.graph.fingerprint,
@@ -52,9 +54,19 @@ def document(step: Dry, rest: dict[str, Any]) -> dict[str, Any]:
         "saved": [None if log.saved is None else list(log.saved) for log in step.seen.ops],
         **{key: [getattr(log, key) for log in step.seen.ops] for key in _NUMBERS},
         "carries_grad": sorted(step.seen.carries_grad),
+        "asked": None if step.seen.saved is None else sorted(step.seen.saved),
         "parameters": [list(pair) for pair in step.seen.parameters.values()],
         "graph": json.loads(step.graph.to_json()),
     }
+    return {**data, "digest": _digest(data)}
+
+
+def _digest(data: dict[str, Any]) -> str:
+    """A hash of all the rest: of most numbers, nothing else shows that they are not those that were
+    written. The order of the fields and the space between them do not count."""
+    rest = {key: part for key, part in data.items() if key != "digest"}
+    text = json.dumps(rest, separators=(",", ":"), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def retained(retention: Retention) -> list[int | None]:
@@ -67,12 +79,22 @@ def read(text: str) -> tuple[Dry, dict[str, Any]]:
     return _step(data), data
 
 
+def check_digest(data: dict[str, Any]) -> None:
+    """Refuse a file in which a number is not the one that was written, though it could be one."""
+    digest = _digest(data)
+    if data.get("digest") != digest:
+        raise UsageError(
+            f"damaged document: its digest is {brief(data.get('digest'))}, and not {digest}, that "
+            "of the rest"
+        )
+
+
 def _step(data: dict[str, Any]) -> Dry:
     graph = Graph.from_json(json.dumps(data.get("graph")))
     if data.get("fingerprint") != graph.fingerprint:
         raise UsageError(
-            f"damaged document: it is for graph {data.get('fingerprint')!r}, but the graph in it "
-            f"is {graph.fingerprint}"
+            f"damaged document: it is for graph {brief(data.get('fingerprint'))}, but the graph in "
+            f"it is {graph.fingerprint}"
         )
     count = len(graph.ops)
     names = data.get("module_names")
@@ -83,10 +105,10 @@ def _step(data: dict[str, Any]) -> Dry:
         raise UsageError("damaged document: 'modules' points outside 'module_names'")
     seconds = data.get("seconds")
     if not isinstance(seconds, int | float) or not 0 <= seconds < _MOST:
-        raise UsageError(f"damaged document: a step cannot take {seconds!r} seconds")
+        raise UsageError(f"damaged document: a step cannot take {brief(seconds)} seconds")
     source, device = data.get("source"), data.get("device")
     if source not in ("fake", "recorded") or not isinstance(device, str):
-        raise UsageError(f"damaged document: source {source!r} and device {device!r}")
+        raise UsageError(f"damaged document: source {brief(source)} and device {brief(device)}")
     modules = tuple(names[place] for place in places)
     return Dry(graph, _seen(externals_of(graph)[0], data), modules, float(seconds), source, device)
 
@@ -95,7 +117,7 @@ def _seen(graph: Graph, data: dict[str, Any]) -> Seen:
     count = len(graph.ops)
     forward = data.get("forward")
     if type(forward) is not int or not 0 <= forward <= count:
-        raise UsageError(f"damaged document: {count} operations cannot end at {forward!r}")
+        raise UsageError(f"damaged document: {count} operations cannot end at {brief(forward)}")
     lists = {key: _rows(data, key, count) for key in _LISTS}
     numbers = {key: _whole(data, key, count) for key in _NUMBERS}
     saved = _rows(data, "saved", count, optional=True)
@@ -121,6 +143,7 @@ def _seen(graph: Graph, data: dict[str, Any]) -> Seen:
             left=numbers["left"][index],
             wanted=numbers["wanted"][index],
             besides=numbers["besides"][index],
+            overwrites=op.overwrites,
             kept=not op.replayable,
         )
         for index, op in enumerate(graph.ops)
@@ -133,7 +156,9 @@ def _seen(graph: Graph, data: dict[str, Any]) -> Seen:
         raise UsageError("damaged document: 'parameters' must be a list of pairs of numbers")
     # Negative keys, as the keys of a running step are ids of tensors.
     parameters = {-1 - place: (pair[0], pair[1]) for place, pair in enumerate(pairs)}
-    return Seen(ops, frozenset(_whole(data, "carries_grad", None)), parameters, {}, forward)
+    asked = None if data.get("asked") is None else frozenset(_whole(data, "asked", None))
+    carries = frozenset(_whole(data, "carries_grad", None))
+    return Seen(ops, carries, parameters, {}, forward, asked)
 
 
 def retention(graph: Graph, data: dict[str, Any]) -> Retention:
@@ -157,14 +182,14 @@ def optional(data: dict[str, Any], key: str, kind: type[T]) -> T | None:
     if number is None:
         return None
     if type(number) not in (int, kind) or not 0 <= number < _MOST:
-        raise UsageError(f"damaged document: {key!r} cannot be {number!r}")
+        raise UsageError(f"damaged document: {key!r} cannot be {brief(number)}")
     return kind(number)
 
 
 def status(data: dict[str, Any]) -> str:
     found = data.get("status")
     if found not in ("plain", "fits"):
-        raise UsageError(f"damaged document: a plan's status cannot be {found!r}")
+        raise UsageError(f"damaged document: a plan's status cannot be {brief(found)}")
     return str(found)
 
 

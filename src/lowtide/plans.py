@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +155,7 @@ class Plan:
         """The least overhead of any plan; None if no bound was proved.
 
         It holds for plans that leave the same margin below the limit free (2 % after a dry run on
-        fake tensors, 0.5 % after a recorded step, less if no plan leaves that much).
+        fake tensors, 0.5 % after a recorded step, less near the smallest limit).
         """
         return None if self.bound is None else self._share(self.bound)
 
@@ -357,17 +357,19 @@ def plan_step(step: Dry, limit: int | float | None) -> Plan:
         limit = int(limit * plain.plain_peak)
     if plain.plain_peak <= limit:
         return replace(plain, limit=limit)
-    search = partial(
-        solve, graph, limit, prove=True, polish_with=engine.annealing(), cut_with=engine.cutting()
+    free = margins.PREDICTED[step.source]
+    least = minimum(graph, margins.roomy(limit, free))
+    # What is found to need more than the limit may still be found to fit, by the search for it.
+    room = margins.room_near(limit, free, min(least.peak, limit))
+    solution = solve(
+        graph,
+        limit,
+        margin=limit - room,
+        prove=True,
+        polish_with=engine.annealing(),
+        cut_with=engine.cutting(),
     )
-    solution = search(margin=int(margins.PREDICTED[step.source] * limit))
-    for less in (int(margins.PREDICTED_HAIR * limit), 0):
-        if solution.status == "infeasible":
-            # No plan leaves the margin free: take the cheapest that leaves less, not the smallest.
-            closer = search(margin=less)
-            solution = closer if closer.peak <= limit - less else solution
-    if solution.peak > limit:
-        least = minimum(graph)
+    if solution.peak > room:
         if least.peak > limit:
             raise refusal(
                 graph,
@@ -423,7 +425,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     """
     try:
         step, rest = planfile.read(Path(path).read_text(encoding="utf-8"))
-        return Plan(
+        plan = Plan(
             step,
             planfile.retention(step.graph, rest),
             planfile.optional(rest, "limit", int),
@@ -431,5 +433,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
             planfile.status(rest),
             0.0,
         )
-    except (UnicodeDecodeError, UsageError) as error:
+        planfile.check_digest(rest)  # last, as the others say more
+        return plan
+    except (UnicodeDecodeError, RecursionError, UsageError) as error:
         raise UsageError(f"cannot read the plan in {os.fspath(path)}: {error}") from error

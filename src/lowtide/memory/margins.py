@@ -31,3 +31,19 @@ def of_step(measured: bool) -> float:
 def limit_for(peak: int) -> int:
     """The smallest limit under which a predicted peak leaves `PREDICTED_HAIR` free."""
     return math.ceil(peak / (1 - PREDICTED_HAIR))
+
+
+def roomy(limit: int, free: float) -> int:
+    """A peak: a limit at which a plan can go down to it is not near the smallest one."""
+    return int(limit * (1 - free) ** 2 / (1 - PREDICTED_HAIR))
+
+
+def room_near(limit: int, free: float, least: int) -> int:
+    """What a predicted plan may take under a limit: all but the share `free`; near `least`, the
+    lowest peak that any plan has, more, as only dear ones leave so much. Never less than under a
+    smaller limit: else one byte more could be the limit at which the plan is a dear one."""
+    room = limit - int(free * limit)
+    if least <= roomy(limit, free):
+        return room
+    most = int(least * (1 - PREDICTED_HAIR) / (1 - free))
+    return max(room, least, min(limit - int(PREDICTED_HAIR * limit), most))

@@ -9,6 +9,7 @@ copies and pickles would have (rule 11).
 
 from __future__ import annotations
 
+import dis
 import gc
 import types
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 
 _MOST = 1000  # objects looked at
+# The second is that of a class body.
+_READS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _OTHERS = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.CodeType,
            torch.nn.Module, torch.Tensor)  # fmt: skip
 
@@ -49,6 +52,16 @@ def named_globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     codes = [function.__code__]
     for code in codes:
         codes.extend(c for c in code.co_consts if isinstance(c, types.CodeType))
-        for name in code.co_names:
+        if function.__globals__.keys().isdisjoint(code.co_names):
+            continue
+        for name in _globals_read(code):
             if name in function.__globals__:
                 yield name, function.__globals__[name]
+
+
+def _globals_read(code: types.CodeType) -> Iterator[str]:
+    """Among a code's names are those of attributes too (`torch.mm`, `self.model`), which say
+    nothing of a global variable that happens to have the same one."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in _READS:
+            yield instruction.argval

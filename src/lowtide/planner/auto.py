@@ -127,14 +127,15 @@ def solve(
     return search.solution(began)
 
 
-def minimum(graph: Graph) -> Solution:
-    """The plan with the lowest peak that the planner can reach.
+def minimum(graph: Graph, enough: int = 0) -> Solution:
+    """The plan with the lowest peak that the planner can reach, or the first one found whose peak
+    is at most `enough`.
 
     Greedy and anchored plans are shrunk as far as they go; then single moves lower the best of them
     further. `solve` follows the same path, so it finds a plan for a limit of this peak.
     """
     began = perf_counter()
-    search = lowest(Problem(Simulator(graph)), 0, began + TIME_LIMIT)
+    search = lowest(Problem(Simulator(graph)), enough, began + TIME_LIMIT)
     # The peak that was found is the limit, so that the status is "fits".
     search.limit = search.best.result.peak
     return search.solution(began)

@@ -18,6 +18,7 @@ and says nothing that these integers and the replay rule do not.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from reprlib import repr as brief  # of what a file may say
 
 from lowtide.errors import UsageError
 from lowtide.planner.graph import Graph
@@ -36,7 +37,7 @@ class Retention:
         for value, choice in enumerate(self.retain):
             if type(choice) is not int or not (-1 <= choice <= NEVER):
                 raise UsageError(
-                    f"a plan cannot say {choice!r} for value {value}: use -1 to {NEVER}"
+                    f"a plan cannot say {brief(choice)} for value {value}: use -1 to {NEVER}"
                 )
 
 
