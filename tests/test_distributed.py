@@ -579,6 +579,24 @@ def compiled_scenarios() -> Iterator[tuple[str, Scenario]]:
         yield f"compiled {how}", make(how)
 
 
+# ------------------------------------------------------------------------- verified
+
+
+def verified_scenarios() -> Iterator[tuple[str, Scenario]]:
+    def make(build: Callable[[], nn.Module]) -> Scenario:
+        def scenario() -> Outcome:
+            model = build()
+            torch.manual_seed(dist.get_rank())
+            x = torch.randn(256, 8)
+            found = lowtide.verify(lambda: model(x).square().mean(), limit=0.95, steps=2)
+            return {"same": found.same, "replayed": found.replayed, "tensors": found.compared}
+
+        return scenario
+
+    yield "verified ddp", make(lambda: ddp(Net()))
+    yield "verified fsdp2", make(lambda: fsdp(reshard=True))
+
+
 # ------------------------------------------------------------------------- running the ranks
 
 
@@ -636,6 +654,14 @@ def test_compiled_code_under_a_limit(outcomes: list[dict[str, Outcome]], how: st
         assert found["same"]
         assert found["recomputed"] > 0
         assert found["planned"] <= found["limit"]
+
+
+@on_one_recorder
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_verify_on_each_rank(outcomes: list[dict[str, Outcome]], kind: str) -> None:
+    """Of a DTensor, the part that the rank has is compared."""
+    for found in check_same(outcomes, f"verified {kind}"):
+        assert found["tensors"]["gradient"] == found["tensors"]["parameter"] > 4
 
 
 @on_one_recorder
@@ -737,5 +763,5 @@ def test_a_collective_runs_once(outcomes: list[dict[str, Outcome]], talk: str, h
 
 if __name__ == "__main__":
     # From the first DTensor on, the Python recorder alone records.
-    with_dtensors = (parallel_scenarios, fsdp_scenarios, compiled_scenarios)
+    with_dtensors = (parallel_scenarios, fsdp_scenarios, compiled_scenarios, verified_scenarios)
     run_as_rank(ddp_scenarios, collective_scenarios, *(() if FIRST_OF_TWO else with_dtensors))

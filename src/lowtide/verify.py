@@ -56,8 +56,10 @@ def verify(
             region, with grad disabled, or while a profiler runs.
         BudgetError: the limit cannot be kept.
 
-    It takes seven real steps by default, and memory for copies of the parameters, gradients and
-    results, in main memory, besides that of the plain step on its device.
+    It takes eight real steps by default, and memory for copies of the parameters, gradients and
+    results, in main memory, besides that of the plain step on its device. What torch.compile has
+    compiled is compared with its eager step, as it runs eagerly inside a budget. In a process group
+    call it on every rank, with a limit that each of them can keep.
 
     Examples:
         >>> import torch

@@ -342,3 +342,16 @@ def test_a_planned_step_waits_for_the_device_no_more_than_a_plain_one(
     model.zero_grad(set_to_none=True)
     assert waits(step) == waits(forward_and_backward)
     assert waits(by_region()) == waits(forward_and_backward)
+
+
+@pytest.mark.parametrize("kind", [ConvNet, Transformer])
+def test_verify_compares_what_is_on_the_device(kind: type[ConvNet] | type[Transformer]) -> None:
+    torch.manual_seed(0)
+    model, x = kind().to(DEVICE), kind.example()
+    before = copy.deepcopy(model.state_dict())
+    found = lowtide.verify(lambda: model(x).square().mean(), steps=2)
+    assert found, str(found)
+    assert found.replayed
+    assert found.compared["gradient"] == len(list(model.parameters()))
+    assert found.compared["random state"] > 3  # the device has generators of its own
+    assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())

@@ -380,7 +380,9 @@ def _content(
 ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
     version = None if tensor.is_inference() else _compat.version_of(tensor)
     plain = tensor.detach()
-    copy = plain.clone() if device is None else plain.to(device, copy=True)
+    # A DTensor belongs to the devices of its mesh.
+    here = device is None or _compat.has_own_dispatch(type(tensor))
+    copy = plain.clone() if here else plain.to(device, copy=True)
     return tensor, copy, version
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -141,10 +141,9 @@ def _plain(tensor: Tensor) -> Tensor | None:
         return None
     if _compat.is_wrapper(type(tensor)):  # a DTensor, a jagged nested one: by its parts
         names, _ = _compat.taken_apart(tensor)
-        parts = [_plain(getattr(tensor, name)) for name in names]
-        return _joined([part for part in parts if part is not None])
+        return _joined([getattr(tensor, name) for name in names])
     if tensor.is_nested:
-        return _joined([part for part in map(_plain, tensor.unbind()) if part is not None])
+        return _joined(tensor.unbind())
     if tensor.is_quantized:
         return tensor.int_repr()
     if tensor.layout is not torch.strided:
@@ -155,10 +154,13 @@ def _plain(tensor: Tensor) -> Tensor | None:
     return tensor.resolve_conj().resolve_neg()
 
 
-def _joined(parts: list[Tensor]) -> Tensor | None:
-    if len(parts) < 2:
-        return parts[0] if parts else None
-    return torch.cat([_bytes(part).flatten() for part in parts])
+def _joined(parts: Iterable[Any]) -> Tensor | None:
+    """The tensors among these parts of one, which need not have one dtype or device."""
+    found = [_plain(part) for part in parts if isinstance(part, Tensor)]  # a mesh is none
+    there = [part for part in found if part is not None]
+    if len(there) < 2:
+        return there[0] if there else None
+    return torch.cat([_bytes(part.to("cpu")).flatten() for part in there])
 
 
 def _numbers(state: Any) -> Tensor:
