@@ -212,7 +212,7 @@ def test_the_limit_of_a_fitted_part_holds_where_no_other_is_open() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     whole, part = lowtide.fit(model, "1 MiB"), lowtide.fit(model[0], "1 B")
     with pytest.warns(
-        lowtide.UncountedWarning, match=r"The limit of this model, 1 bytes, holds for"
+        lowtide.UncountedWarning, match=r"The limit of this model, 1 byte, holds for"
     ):
         model(torch.ones(2, 4)).sum().backward()
     assert (whole.report().steps, part.report().steps) == (1, 0)
