@@ -291,9 +291,10 @@ def test_what_is_entered_and_what_is_a_backend_are_told_apart() -> None:
     budget = lowtide.budget("1 MiB")
     with pytest.raises(lowtide.UsageError, match=r"not called but entered.*backend=lowtide\.Comp"):
         budget(lambda x: x)
+    backend = object.__new__(lowtide.CompileBudget)  # which older versions of torch cannot make
     with (
         pytest.raises(lowtide.UsageError, match=r"a CompileBudget is not entered: write torch\.c"),
-        lowtide.CompileBudget("1 MiB"),  # type: ignore[attr-defined]
+        backend,
     ):
         pass
 

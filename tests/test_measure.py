@@ -419,7 +419,12 @@ def start_and_stop_scheduled() -> None:
     profile.stop()
 
 
-@pytest.mark.parametrize("use", [construct, start_and_stop, start_and_stop_scheduled])
+_open = pytest.mark.skipif(not _compat.torch_has((2, 13)), reason="a stopped profile looks open")
+
+
+@pytest.mark.parametrize(
+    "use", [construct, start_and_stop, pytest.param(start_and_stop_scheduled, marks=_open)]
+)
 def test_a_profiler_that_was_used_without_a_context_ends_no_measuring(
     use: Callable[[], None],
 ) -> None:
@@ -491,5 +496,6 @@ assert "KINETO_LOG_LEVEL" not in os.environ
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
     lines = done.stderr.splitlines()
-    assert len(lines) <= (5 if before else 3)
     assert lines[-3:] == ["the step's own line"] * 3
+    assert before or len(lines) == 3
+    assert sum("profiler_st" in line for line in lines) <= 2

@@ -77,7 +77,10 @@ def _scheduled() -> bool:
 
 
 def _is_running(profile: Any) -> bool:
-    """Whether it has a schedule and is between its start and its stop: it then has a step open."""
+    """Whether it has a schedule and is between its start and its stop: it then has a step open.
+
+    Before torch 2.13 a stopped one still has, and is taken to run until it is collected.
+    """
     return getattr(profile, "step_rec_fn", None) is not None
 
 
