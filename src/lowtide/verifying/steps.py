@@ -36,7 +36,7 @@ from lowtide.verifying.state import Reached
 from lowtide.verifying.verification import ALL, Verification, VerifiedStep
 
 _HALF = 0.5
-_TRIES = 3  # limits, as each refusal names a larger one
+_TRIES = 6  # limits, as each refusal names a larger one, which may be refused too
 
 
 class Steps:
