@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import warnings
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -141,6 +142,148 @@ def test_what_an_optimizer_keeps_in_float32_for_half_parameters_stays_so() -> No
     assert torch.equal(kept["exp_avg"], before)
 
 
+@dataclass(slots=True)
+class Part:
+    model: nn.Module
+
+    def step(self, x: Tensor) -> float:
+        loss = loss_of(self.model, x)
+        loss.backward()
+        return loss.item()
+
+
+class Trainer:
+    """Counts, logs and draws as trainings do, in attributes that no module knows of."""
+
+    def __init__(self) -> None:
+        self.model = net()
+        self.model.history = torch.zeros(3)
+        self.model.lists = [torch.zeros(2)]
+        self.number, self.losses, self.last = 0, list[float](), deque[float](maxlen=3)
+        self.python, self.numpy = random.Random(1), numpy.random.default_rng(1)
+
+    def step(self, x: Tensor) -> Tensor:
+        self.number += 1
+        for held in (self.model.history, *self.model.lists):
+            held.add_(1)
+        drawn = self.python.random() + self.numpy.random() + self.model.history[0]
+        loss = loss_of(self.model, x) * drawn * self.number
+        self.losses.append(loss.item())
+        self.last.append(loss.item())
+        self.model[0].weight.register_hook(lambda grad: grad * 2)
+        return loss
+
+    def state(self) -> Any:
+        return copy.deepcopy((
+            self.number, self.losses, self.last, self.model.history.tolist(),
+            self.python.getstate(), self.numpy.bit_generator.state,
+            self.model[0].weight._backward_hooks,
+        ))  # fmt: skip
+
+
+def test_attributes_of_objects_are_put_back() -> None:
+    trainer = Trainer()
+    before = trainer.state()[:-1]
+    found = lowtide.verify(trainer.step, batch(), limit=0.9, steps=1)
+    assert found, str(found)
+    assert trainer.state()[:-1] == before
+    assert not trainer.state()[-1]  # no hook
+    assert found.compared["random state"] == 3 + 2
+
+
+def test_variables_and_flags_are_put_back() -> None:
+    model, number = net(), 1
+    x = batch()
+
+    def step() -> Tensor:
+        nonlocal number
+        number += 1
+        x.requires_grad_()
+        model[0].weight.requires_grad_(False)
+        return loss_of(model, x) * number
+
+    assert lowtide.verify(step, limit=0.9, steps=1)
+    assert (number, x.requires_grad, model[0].weight.requires_grad) == (1, False, True)
+
+
+def test_memory_that_a_step_exchanges_is_put_back() -> None:
+    model = net()
+    target = copy.deepcopy(model)
+    with torch.no_grad():
+        target[0].weight.add_(1)
+    before = target[0].weight.clone()
+
+    def step(x: Tensor) -> Tensor:
+        target[0].weight.data = model[0].weight.data
+        return loss_of(model, x) + loss_of(target, x)
+
+    assert lowtide.verify(step, batch(), limit=0.9, steps=1)
+    assert torch.equal(target[0].weight, before)
+    assert target[0].weight.data_ptr() != model[0].weight.data_ptr()
+
+
+def test_what_an_optimizer_has_in_its_groups_is_put_back() -> None:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(1e-2))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step(x: Tensor) -> None:
+        scaler.scale(loss_of(model, x)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+    rate = optimizer.param_groups[0]["lr"]
+    assert lowtide.verify(step, batch(), limit=0.9, steps=1)
+    assert len(optimizer.param_groups) == 1
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate == torch.tensor(1e-2)
+    assert scaler._scale is None
+
+
+def test_gradients_of_a_model_that_is_found_in_slots_are_compared() -> None:
+    found = lowtide.verify(Part(net()).step, batch(), limit=0.9, steps=1)
+    assert (bool(found), found.compared["gradient"], found.compared["result"]) == (True, 24, 1)
+
+
+class OfItsClass:
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
+
+    def step(self, x: Tensor) -> Tensor:
+        return loss_of(self.model, x)
+
+    def whole(self, x: Tensor) -> None:
+        self.step(x).backward()
+
+
+def test_leaves_that_nothing_leads_to_are_found_in_the_graph() -> None:
+    weight = OfItsClass.model[0].weight
+    weight.grad = held = torch.ones_like(weight)
+    found = lowtide.verify(OfItsClass().step, batch(), limit="1 MB", steps=1)
+    assert found, str(found)
+    assert found.compared["gradient"] == 4
+    with pytest.raises(UsageError, match="runs a backward for 4 tensors that verify does not find"):
+        lowtide.verify(OfItsClass().whole, batch(), steps=1)
+    assert weight.grad is held
+    assert held.eq(1).all()
+
+
+def test_a_step_that_returns_what_its_own_grad_has_used_up() -> None:
+    model = net()
+
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        for parameter, grad in zip(model.parameters(), grads, strict=True):
+            parameter.grad = grad
+        return loss
+
+    found = lowtide.verify(step, batch(), limit=0.9, steps=1)
+    assert (bool(found), labels(found), found.compared["gradient"]) == (True, ["unplanned"], 24)
+
+
 # --- what is run ---------------------------------------------------------------------------------
 
 
@@ -175,17 +318,17 @@ def test_a_budget_in_a_step_that_runs_backward_itself() -> None:
 
 def test_a_backward_of_the_steps_own_is_not_run_twice() -> None:
     model, x = net(), batch()
-    calls: list[int] = []
+    calls = itertools.count()  # which is not put back, as a list is
 
     def step() -> Tensor:
         loss = loss_of(model, x)
-        loss.register_hook(lambda _: calls.append(1))
+        loss.register_hook(lambda _: [next(calls), None][1])
         loss.backward()
         return loss
 
     found = lowtide.verify(step, limit=1.0, steps=1)
     assert (found.same, labels(found)) == (True, ["unplanned"])  # no region can be around it
-    assert len(calls) == 4  # warming up, plain twice, one step under the limit
+    assert next(calls) == 4  # warming up, plain twice, one step under the limit
 
 
 def test_a_gradient_penalty_in_the_forward_is_not_the_steps_own_backward() -> None:
@@ -324,6 +467,31 @@ def test_bits_are_compared(one: Tensor, two: Tensor, count: int) -> None:
     assert [d.differing for d in found] == ([count] if count else [])
 
 
+@pytest.mark.parametrize(("one", "two"), [
+    (0.1, 0.1 + 2e-17), (0.1, 0.1 + 1e-16), (2**70, 2**70 + 1), (True, False), (1j, 2j),
+    (numpy.ones(2), numpy.zeros(2)),
+])  # fmt: skip
+def test_numbers_among_results_are_compared(one: Any, two: Any) -> None:
+    equal = bool(numpy.all(one == two))
+    assert (differences(observed([one]), observed([two])) == []) is equal
+
+
+def test_the_place_in_what_a_generator_has_drawn_is_compared() -> None:
+    before = observed(None)
+    numpy.random.rand()
+    random.gauss(0, 1)
+    between = observed(None)
+    random.gauss(0, 1)
+    assert [d.name for d in differences(before, between)] == ["of Python", "of NumPy"]
+    (found,) = differences(between, observed(None))
+    assert (found.name, found.largest) == ("of Python", None)
+
+
+def test_a_difference_that_is_infinite_is_valid_json() -> None:
+    (found,) = differences(observed(torch.tensor(float("inf"))), observed(torch.ones(())))
+    assert (found.differing, found.largest) == (1, None)
+
+
 def test_a_gradient_that_is_missing_differs() -> None:
     weight, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     other.grad = torch.ones(3)
@@ -364,12 +532,11 @@ def test_what_cannot_be_verified_is_refused() -> None:
 def test_an_error_of_the_step_is_its_own_and_all_is_put_back() -> None:
     model, x = net(), batch()
     before = copy.deepcopy(model.state_dict())
-    calls: list[int] = []
+    calls = itertools.count(1)
 
     def step() -> Tensor:
-        calls.append(1)
         loss = loss_of(model, x)
-        if len(calls) == 4:
+        if next(calls) == 4:
             raise RuntimeError("of the user's own")
         return loss
 

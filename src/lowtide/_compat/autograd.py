@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -147,6 +148,13 @@ def followed_by_hooks(leaf: torch.Tensor) -> bool:
     return bool(leaf._post_accumulate_grad_hooks)
 
 
+def hooks_of(tensor: torch.Tensor) -> list[dict[int, Any] | None]:
+    """Its own hooks by their numbers: on its gradient, and once that is accumulated. Unnecessary
+    when torch tells them in public."""
+    after: dict[int, Any] | None = tensor._post_accumulate_grad_hooks
+    return [tensor._backward_hooks, after]
+
+
 def written_through(tensor: torch.Tensor) -> int:
     """Bytes of the base of a view that an operation with a gradient writes in place; 0 if the
     tensor is no view.
@@ -182,6 +190,30 @@ def leaves_behind(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
     found = [output for output in outputs if output.grad_fn is None]
     leaves = (getattr(node, "variable", None) for node in _nodes_behind(outputs))
     return found + [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+@contextmanager
+def before_backwards(tell: Callable[[list[torch.Tensor], bool], object]) -> Iterator[None]:
+    """Before each backward that Python begins inside, `tell` gets the leaves that it reaches, and
+    whether it gives them their gradients (`torch.autograd.grad` returns them).
+
+    Unnecessary when torch has a hook for the beginning of a backward.
+    """
+    begins = "_engine_run_backward"
+    run = getattr(torch.autograd, begins)
+
+    def told(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = args[3] if len(args) > 3 else ()  # after the gradients and two flags
+        ends = inputs or leaves_behind([o for o in outputs if isinstance(o, torch.Tensor)])
+        leaves = [leaf for leaf in ends if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
+        tell(leaves, bool(kwargs.get("accumulate_grad")))
+        return run(outputs, *args, **kwargs)
+
+    setattr(torch.autograd, begins, told)
+    try:
+        yield
+    finally:
+        setattr(torch.autograd, begins, run)
 
 
 def runs_python(outputs: list[torch.Tensor]) -> bool:

@@ -8,6 +8,7 @@ Rejected: `torch.allclose`, which calls a gradient right that is nearly so.
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections.abc import Iterable, Iterator
@@ -35,7 +36,7 @@ class Difference:
             of the two is there.
         elements: how many there are.
         largest: the largest absolute difference of two elements; None if there is none to tell, as
-            of NaN.
+            of NaN, infinity and random states.
     """
 
     kind: str
@@ -57,13 +58,16 @@ Observed = dict[tuple[str, str], Tensor | None]
 def observe(reached: Reached, result: Any, others: list[Tensor]) -> Observed:
     """Copy what a step has left. `others`: leaves of its graph, of which some may be known."""
     found: Observed = {}
-    for name, tensor in _named(result):
-        found["result", name] = _copied(tensor)
+    for name, one in _named(result):
+        found["result", name] = _copied(one) if isinstance(one, Tensor) else _number(one)
     known = set()
     for kind, name, tensor in reached.named():
         known.add(id(tensor))
         if kind == "parameter" or tensor.requires_grad:
-            found["gradient", name] = None if tensor.grad is None else _copied(tensor.grad)
+            kept = tensor.is_leaf or tensor.retains_grad
+            found["gradient", name] = (
+                _copied(tensor.grad) if kept and tensor.grad is not None else None
+            )
         found[kind, name] = _copied(tensor)
     more = [leaf for leaf in others if id(leaf) not in known]
     for place, leaf in enumerate(more):
@@ -71,11 +75,11 @@ def observe(reached: Reached, result: Any, others: list[Tensor]) -> Observed:
         found["gradient", name] = None if leaf.grad is None else _copied(leaf.grad)
     for generator in (*default_generators(), *reached.generators):
         found["random state", _unused(found, str(generator.device))] = generator.get_state()
-    found["random state", "of Python"] = _numbers(random.getstate()[1])
+    found["random state", "of Python"] = _text(random.getstate())
     if "numpy" in sys.modules:
-        found["random state", "of NumPy"] = _numbers(
-            sys.modules["numpy"].random.get_state()[1].tolist()
-        )
+        found["random state", "of NumPy"] = _text(sys.modules["numpy"].random.get_state())
+    for place, drawn in enumerate(reached.drawn()):
+        found["random state", f"{place} of the step's own"] = _text(drawn)
     return found
 
 
@@ -91,7 +95,8 @@ def differences(plain: Observed, other: Observed) -> list[Difference]:
             found.append(Difference(kind, name, elements, elements, None))
         elif not torch.equal(_bytes(one), _bytes(two)):
             changed = int((_bytes(one) != _bytes(two)).any(1).sum())
-            found.append(Difference(kind, name, changed, one.numel(), _largest(one, two)))
+            apart = None if kind == "random state" else _largest(one, two)
+            found.append(Difference(kind, name, changed, one.numel(), apart))
     extra = [key for key in other if key not in plain]
     for kind, name in extra:
         two = other[kind, name]
@@ -111,12 +116,14 @@ def _largest(one: Tensor, two: Tensor) -> float | None:
     wide = torch.complex128 if one.is_complex() else torch.float64
     apart = (one.to(wide) - two.to(wide)).abs()
     apart = apart[~apart.isnan()]
-    return float(apart.max()) if apart.numel() else None
+    largest = float(apart.max()) if apart.numel() else math.inf
+    return largest if math.isfinite(largest) else None
 
 
-def _named(item: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors in any nesting of lists, tuples and dictionaries, with their places."""
-    if isinstance(item, Tensor):
+def _named(item: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The tensors and numbers (as of `loss.item()`) in any nesting of lists, tuples, dictionaries
+    and dataclasses, with their places."""
+    if isinstance(item, Tensor | int | float | complex) or type(item).__module__ == "numpy":
         yield name, item
     elif isinstance(item, dict):
         for key, part in item.items():
@@ -144,8 +151,8 @@ def _plain(tensor: Tensor) -> Tensor | None:
         return _joined([getattr(tensor, name) for name in names])
     if tensor.is_nested:
         return _joined(tensor.unbind())
-    if tensor.is_quantized:
-        return tensor.int_repr()
+    if tensor.is_quantized:  # with its scale
+        return _joined([tensor.int_repr(), tensor.dequantize()])
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     storage = _compat.storage_of(tensor)
@@ -163,8 +170,25 @@ def _joined(parts: Iterable[Any]) -> Tensor | None:
     return torch.cat([_bytes(part.to("cpu")).flatten() for part in there])
 
 
-def _numbers(state: Any) -> Tensor:
-    return torch.tensor([int(number) for number in state], dtype=torch.int64)
+def _number(item: Any) -> Tensor:
+    """A number of Python's or an array of NumPy's, with all of its digits."""
+    if isinstance(item, float | complex):
+        wide = torch.float64 if isinstance(item, float) else torch.complex128
+        return torch.tensor(item, dtype=wide)
+    return _text(item)
+
+
+def _text(state: Any) -> Tensor:
+    """A random state of Python's or NumPy's, whole: its place in what it has drawn included."""
+    return torch.frombuffer(bytearray(repr(_listed(state)), "utf-8"), dtype=torch.uint8)
+
+
+def _listed(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _listed(part) for key, part in state.items()}
+    if isinstance(state, tuple):
+        return tuple(map(_listed, state))
+    return state.tolist() if hasattr(state, "tolist") else state  # an array, printed in full
 
 
 def _unused(found: Observed, name: str) -> str:

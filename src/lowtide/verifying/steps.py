@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -30,6 +31,7 @@ from lowtide.export.trials import OnTrial, device_of
 from lowtide.measure import measure
 from lowtide.plans import Plan
 from lowtide.step import Recording, nothing_recorded
+from lowtide.texttable import count_of
 from lowtide.verifying.observed import Difference, Observed, differences, observe
 from lowtide.verifying.origin import Origin, Watch
 from lowtide.verifying.state import Reached
@@ -157,17 +159,51 @@ class Steps:
     # ------------------------------------------------------------------ one step
 
     def _run_once(self) -> None:
-        """A plain step, which also shows whether the function runs backward itself."""
+        """A plain step, which also shows whether the function runs backward itself, and which
+        leaves there are that nothing leads to."""
         asked: list[torch.Tensor] = []
+        began: list[bool] = []
+        before = _tensors()
+
+        def unknown(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+            known = set(map(id, self._reached.leaves()))
+            there = [leaf for leaf in leaves if leaf.requires_grad and id(leaf) not in known]
+            return [leaf for leaf in there if _was_there(leaf, before)]
+
+        def beginning(leaves: list[torch.Tensor], accumulates: bool) -> None:
+            began.append(accumulates)
+            if accumulates and (missed := unknown(leaves)):
+                raise UsageError(
+                    f"the step runs a backward for {count_of(len(missed), 'tensor')} that verify "
+                    f"does not find (the first of shape {tuple(missed[0].shape)}), so it can "
+                    "neither compare nor put back their gradients. Pass the model to the step as "
+                    "an argument, or have it in a variable that the step names."
+                )
+
         with self._reached.from_here(), contextlib.ExitStack() as hooks:
             for leaf in self._reached.leaves():
                 if leaf.requires_grad:
                     hook = leaf.register_post_accumulate_grad_hook(asked.append)
                     hooks.callback(hook.remove)
-            result = self._call()
+            with _compat.before_backwards(beginning):
+                result = self._call()
             self._own_backward = bool(asked)
             asked.clear()
-            _run_backward(None if self._own_backward else loss_of(result))
+            loss = None if self._own_backward else loss_of(result)
+            missed = [] if loss is None else unknown(_compat.leaves_behind([loss]))
+            gradients = [leaf.grad for leaf in missed]
+            try:
+                for leaf in missed:
+                    leaf.grad = None
+                _run_backward(loss)
+            except RuntimeError:
+                if not began:
+                    raise
+                self._own_backward = True  # by torch.autograd.grad: its graph is gone
+            finally:
+                for leaf, gradient in zip(missed, gradients, strict=True):
+                    leaf.grad = gradient
+        self._reached.tensors += missed
 
     def _forward(self, *, whole: bool) -> tuple[Any, torch.Tensor | None]:
         """What the step returns, and what its backward begins with, unless the step has run it.
@@ -208,6 +244,25 @@ def _run_backward(loss: torch.Tensor | None) -> list[torch.Tensor]:
     leaves = _compat.leaves_behind([loss])
     loss.backward()
     return leaves
+
+
+def _tensors() -> dict[int, weakref.ref[Any]] | None:
+    """The tensors of the program, by their ids; none of its objects is asked for anything. None
+    under torch.distributed, whose libraries hold leaves that stand for parameters."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return None
+    found = (item for item in gc.get_objects() if issubclass(type(item), torch.Tensor))
+    return {id(tensor): weakref.ref(tensor) for tensor in found}
+
+
+def _was_there(tensor: torch.Tensor, before: dict[int, weakref.ref[Any]] | None) -> bool:
+    """Whether it is one of those of before, or older: of those that `gc.freeze` hides."""
+    if before is None:
+        return False
+    there = before.get(id(tensor))
+    if there is not None and there() is tensor:
+        return True
+    return bool(gc.get_freeze_count()) and all(item is not tensor for item in gc.get_objects())
 
 
 def _eagerly() -> contextlib.AbstractContextManager[Any]:
