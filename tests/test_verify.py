@@ -386,7 +386,9 @@ def test_what_torch_compiled_is_compared_with_its_eager_step() -> None:
 
 def test_a_step_without_a_backward_says_so() -> None:
     found = lowtide.verify(nn.Linear(4, 4).requires_grad_(False), torch.ones(2, 4), steps=1)
-    assert "There is no gradient: the step returned nothing that requires grad." in str(found)
+    assert "There is no gradient: the step left none, nor a result that requires grad." in str(
+        found
+    )
 
 
 # --- different -----------------------------------------------------------------------------------
@@ -409,6 +411,65 @@ def test_a_kernel_that_writes_unseen_is_found_and_named() -> None:
     assert "  and " in text  # more than are listed
     assert repr(found).startswith("<Verification: not the same bits, ")
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["same"] is False
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_gradients_that_the_step_clears_are_compared_as_its_optimizer_reads_them(
+    momentum: float,
+) -> None:
+    model, x = nn.Sequential(nn.Linear(32, 32), Sometimes(), *net()), batch()
+    lowtide.checkpoint_modules(model, "1")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=momentum)  # warming up
+
+    def step() -> float:
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    found = lowtide.verify(step, steps=1)
+    assert found.compared["gradient"] == 26
+    assert {one.kind for one in found.differences} == {"gradient"} | (
+        {"optimizer state"} if momentum else set()
+    )
+    assert ("optimizer state" in found.compared) is bool(momentum)
+
+
+def test_attributes_that_a_step_sets_are_compared() -> None:
+    class Running(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.running, self.parts = net(), torch.zeros(32), [torch.zeros(())]
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.net(x)
+            self.running = self.running * 0.9 + out.detach().mean(0)
+            self.parts = [out.detach().mean()]
+            return out.sum()
+
+    model = Running()
+    reached = Reached(model, (), {})
+    before = observe(reached, None, [])
+    with reached.from_here():
+        model(batch())
+        names = {one.name for one in differences(before, observe(reached, None, []))}
+    assert {"running", "parts[0]"} <= names
+    assert differences(before, observe(reached, None, [])) == []
+
+
+def test_a_write_through_an_array_is_found_and_put_back() -> None:
+    model, array = net(), numpy.ones((64, 32), numpy.float32)
+
+    def step(array: Any) -> Tensor:
+        loss = loss_of(model, torch.from_numpy(array).sin())
+        array += 1
+        return loss
+
+    found = lowtide.verify(step, array, limit=0.9, steps=1)
+    assert found.differences
+    assert not found.unrepeatable
+    assert (array == 1).all()
 
 
 def test_a_step_that_does_not_repeat_itself_is_not_called_the_same() -> None:

@@ -63,6 +63,20 @@ def noted(item: Any, spared: set[int]) -> Back:
     return lambda: copied
 
 
+def array(item: Any) -> Back | None:
+    """Note what is in an array of NumPy's, which a step may write to."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(item, numpy.ndarray) or not item.flags.writeable:
+        return None
+    content = item.copy()
+
+    def back() -> Any:
+        item[...] = content
+        return item
+
+    return back
+
+
 def variables(function: types.FunctionType) -> Back:
     """Note what the closure of a function and the globals that it names hold."""
     cells = []

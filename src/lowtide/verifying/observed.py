@@ -8,14 +8,17 @@ Rejected: `torch.allclose`, which calls a gradient right that is nearly so.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import random
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide import _compat
 from lowtide.dryrun.standins import default_generators
@@ -29,7 +32,8 @@ class Difference:
     """Something that a step has left behind with other bits than the plain step.
 
     Attributes:
-        kind: "result", "gradient", "parameter", "buffer", "input" or "random state".
+        kind: "result", "gradient", "parameter", "buffer", "input", "optimizer state" or "random
+            state".
         name: the qualified name of a parameter or buffer; the place of a result or input; the
             device of a generator.
         differing: how many elements differ; all of them if the shape or dtype does, or if only one
@@ -55,7 +59,52 @@ Observed = dict[tuple[str, str], Tensor | None]
 """What a step has left, by kind and name. None: it has left none."""
 
 
-def observe(reached: Reached, result: Any, others: list[Tensor]) -> Observed:
+class Read:
+    """The gradients that torch's optimizers read at their steps: most steps clear them.
+
+    They are copied where no memory of torch's is allocated, which a measurement counts.
+    """
+
+    def __init__(self) -> None:
+        self._read: list[tuple[int, bytes, torch.dtype, torch.Size]] = []
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        handle = register_optimizer_step_pre_hook(self._note)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def of(self, parameter: Tensor) -> list[Tensor]:
+        """In the order of the steps."""
+        return [
+            torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape)
+            if raw
+            else torch.empty(shape, dtype=dtype)
+            for owner, raw, dtype, shape in self._read
+            if owner == id(parameter)
+        ]
+
+    def _note(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._copy(parameter, parameter.grad)
+
+    def _copy(self, parameter: Tensor, grad: Tensor) -> None:
+        own = _compat.has_own_dispatch(type(grad))
+        with nullcontext() if own else _compat.disable_dispatch(), torch.no_grad():
+            plain = _plain(grad.detach())
+            if plain is not None:
+                here = plain.to("cpu").contiguous()
+                raw = ctypes.string_at(here.data_ptr(), here.nbytes) if here.nbytes else b""
+                self._read.append((id(parameter), raw, here.dtype, here.shape))
+
+
+def observe(
+    reached: Reached, result: Any, others: list[Tensor], read: Read | None = None
+) -> Observed:
     """Copy what a step has left. `others`: leaves of its graph, of which some may be known."""
     found: Observed = {}
     for name, one in _named(result):
@@ -64,11 +113,23 @@ def observe(reached: Reached, result: Any, others: list[Tensor]) -> Observed:
     for kind, name, tensor in reached.named():
         known.add(id(tensor))
         if kind == "parameter" or tensor.requires_grad:
-            kept = tensor.is_leaf or tensor.retains_grad
-            found["gradient", name] = (
-                _copied(tensor.grad) if kept and tensor.grad is not None else None
-            )
+            grad = tensor.grad if tensor.is_leaf or tensor.retains_grad else None
+            left = None if grad is None else _copied(grad)
+            steps = [] if read is None else read.of(tensor)
+            if steps and (left is None or _alike(left, steps[-1])):
+                left = steps.pop()
+            found["gradient", name] = left
+            for step, part in enumerate(steps):
+                found["gradient", f"{name} in step {step} of an optimizer"] = part
         found[kind, name] = _copied(tensor)
+    names = {id(tensor): name for _, name, tensor in reached.named()}
+    for number, optimizer in enumerate(reached.optimizers):
+        before = f"{number}: " if len(reached.optimizers) > 1 else ""
+        for parameter, entries in optimizer.state.items():
+            name = before + names.get(id(parameter), "")
+            for key, part in _named(entries):
+                if isinstance(part, Tensor):
+                    found["optimizer state", name + key] = _copied(part)
     more = [leaf for leaf in others if id(leaf) not in known]
     for place, leaf in enumerate(more):
         name = f"of leaf {place} of shape {tuple(leaf.shape)}"
@@ -93,7 +154,7 @@ def differences(plain: Observed, other: Observed) -> list[Difference]:
         if one is None or two is None or one.shape != two.shape or one.dtype != two.dtype:
             elements = max(0 if part is None else part.numel() for part in (one, two))
             found.append(Difference(kind, name, elements, elements, None))
-        elif not torch.equal(_bytes(one), _bytes(two)):
+        elif not _alike(one, two):
             changed = int((_bytes(one) != _bytes(two)).any(1).sum())
             apart = None if kind == "random state" else _largest(one, two)
             found.append(Difference(kind, name, changed, one.numel(), apart))
@@ -103,6 +164,10 @@ def differences(plain: Observed, other: Observed) -> list[Difference]:
         if two is not None:
             found.append(Difference(kind, name, two.numel(), two.numel(), None))
     return found
+
+
+def _alike(one: Tensor, two: Tensor) -> bool:
+    return one.dtype == two.dtype and torch.equal(_bytes(one), _bytes(two))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

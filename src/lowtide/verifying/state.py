@@ -13,7 +13,8 @@ import copy
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -128,6 +129,7 @@ class Reached(Found):
             backs.append(functools.partial(generator.set_state, generator.get_state()))
         for access in filter(None, map(kept.generator, self._drawing)):
             backs.append(functools.partial(access[1], copy.deepcopy(access[0]())))
+        backs += filter(None, map(kept.array, self._program))
         functions = (item for item in self._program if isinstance(item, types.FunctionType))
         return backs + [kept.variables(function) for function in functions]
 
@@ -144,10 +146,27 @@ class Reached(Found):
                     if id(tensor) not in seen:
                         seen.add(id(tensor))
                         yield kind, prefix + name, tensor
+            for within, module in root.named_modules():
+                for name, tensor in _plain_attributes(module):
+                    if id(tensor) not in seen:
+                        seen.add(id(tensor))
+                        yield "buffer", prefix + ".".join(filter(None, (within, name))), tensor
         for place, tensor in enumerate(self.tensors):
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield "input", f"{place} of shape {tuple(tensor.shape)}", tensor
+
+
+def _plain_attributes(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that are a module's attributes, or in them, without being registered. A step may
+    have set them to others."""
+    for name, held in vars(module).items():
+        parts: Iterable[Any] = held.items() if isinstance(held, dict) else [("", held)]
+        if isinstance(held, list | tuple | deque):
+            parts = enumerate(held)
+        for place, part in parts if name not in _REGISTERED else ():
+            if isinstance(part, Tensor):
+                yield name if held is part else f"{name}[{place!r}]", part
 
 
 def _home(item: Any) -> str:

@@ -32,7 +32,7 @@ from lowtide.measure import measure
 from lowtide.plans import Plan
 from lowtide.step import Recording, nothing_recorded
 from lowtide.texttable import count_of
-from lowtide.verifying.observed import Difference, Observed, differences, observe
+from lowtide.verifying.observed import Difference, Observed, Read, differences, observe
 from lowtide.verifying.origin import Origin, Watch
 from lowtide.verifying.state import Reached
 from lowtide.verifying.verification import ALL, Verification, VerifiedStep
@@ -218,6 +218,7 @@ class Steps:
     def _measured(self, budget: Budget | None, *, whole: bool = False) -> tuple[Observed, Trial]:
         """Take a step and measure it; returns what it has left."""
         left: list[Any] = []
+        read = Read()
 
         def step() -> None:
             with budget or nullcontext():
@@ -226,8 +227,9 @@ class Steps:
 
         with self._reached.from_here():
             gc.collect()
-            took = measure(step, device=self._device)
-            observed = observe(self._reached, *left)
+            with read.reading():
+                took = measure(step, device=self._device)
+            observed = observe(self._reached, left[0], left[1], read)
             left.clear()
         label, predicted = ALL if whole else "as it is", 0
         if budget is not None:

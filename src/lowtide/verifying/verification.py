@@ -50,7 +50,7 @@ class Verification:
         plain: the plain step, measured.
         steps: the steps with lowtide.
         compared: how many tensors were compared, by kind: "result", "gradient", "parameter",
-            "buffer", "input", "random state".
+            "buffer", "input", "optimizer state", "random state".
         unrepeatable: what differs between two plain steps, of which nothing can be said.
         origin: the first saved tensor of the forward that came back with another content, if bits
             differ and steps that are recorded in Python show it.
@@ -119,7 +119,7 @@ class Verification:
         if not self.held:
             said += f" The limit was EXCEEDED: {format_bytes(self.highest)} were measured."
         if not self.compared.get("gradient"):
-            said += " There is no gradient: the step returned nothing that requires grad."
+            said += " There is no gradient: the step left none, nor a result that requires grad."
         elif not self.replayed:
             said += " Nothing was recomputed, so little was put to the test."
         return said
