@@ -590,6 +590,35 @@ def test_what_cannot_be_verified_is_refused() -> None:
         lowtide.verify(model, x)
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_graph_from_before_the_step_is_refused_while_it_is_whole(own: bool) -> None:
+    model, first = net(), nn.Linear(32, 32)
+    made = first(batch())
+
+    def step() -> Tensor:
+        loss = loss_of(model, made)
+        if own:
+            loss.backward()
+        return loss
+
+    with pytest.raises(UsageError, match="made before the step, and can run only once"):
+        lowtide.verify(step, steps=1)
+    loss_of(model, made).backward()
+    assert first.weight.grad is not None
+
+
+def test_a_limit_around_a_budget_says_what_to_leave_out() -> None:
+    model, x = net(), batch()
+
+    def step() -> Tensor:
+        with lowtide.budget(0.9):
+            return loss_of(model, x)
+
+    with pytest.raises(UsageError, match="inside another budget") as caught:
+        lowtide.verify(step, limit=0.9)
+    assert "Without a limit" in caught.value.__notes__[0]
+
+
 def test_an_error_of_the_step_is_its_own_and_all_is_put_back() -> None:
     model, x = net(), batch()
     before = copy.deepcopy(model.state_dict())

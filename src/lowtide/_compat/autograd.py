@@ -9,7 +9,7 @@ torch. Rejected: hooks on every tensor, which change what users see and when mem
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -193,9 +193,11 @@ def leaves_behind(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @contextmanager
-def before_backwards(tell: Callable[[list[torch.Tensor], bool], object]) -> Iterator[None]:
-    """Before each backward that Python begins inside, `tell` gets the leaves that it reaches, and
-    whether it gives them their gradients (`torch.autograd.grad` returns them).
+def before_backwards(
+    tell: Callable[[list[torch.Tensor], list[torch.Tensor], bool], object],
+) -> Iterator[None]:
+    """Before each backward that Python begins inside, `tell` gets what it begins with, the leaves
+    that it reaches, and whether it gives them their gradients (`torch.autograd.grad` returns them).
 
     Unnecessary when torch has a hook for the beginning of a backward.
     """
@@ -204,9 +206,10 @@ def before_backwards(tell: Callable[[list[torch.Tensor], bool], object]) -> Iter
 
     def told(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = args[3] if len(args) > 3 else ()  # after the gradients and two flags
-        ends = inputs or leaves_behind([o for o in outputs if isinstance(o, torch.Tensor)])
+        roots = [output for output in outputs if isinstance(output, torch.Tensor)]
+        ends = inputs or leaves_behind(roots)
         leaves = [leaf for leaf in ends if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
-        tell(leaves, bool(kwargs.get("accumulate_grad")))
+        tell(roots, leaves, bool(kwargs.get("accumulate_grad")))
         return run(outputs, *args, **kwargs)
 
     setattr(torch.autograd, begins, told)
@@ -214,6 +217,11 @@ def before_backwards(tell: Callable[[list[torch.Tensor], bool], object]) -> Iter
         yield
     finally:
         setattr(torch.autograd, begins, run)
+
+
+def goes_through(outputs: list[torch.Tensor], nodes: Collection[Any]) -> bool:
+    """Whether a backward from `outputs` reaches one of these nodes."""
+    return bool(nodes) and any(node in nodes for node in _nodes_behind(outputs))
 
 
 def runs_python(outputs: list[torch.Tensor]) -> bool:

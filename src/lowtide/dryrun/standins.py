@@ -107,7 +107,7 @@ def _parts(item: Any) -> Iterator[tuple[str, Any]]:
         yield from _reached(item)
     elif not isinstance(item, types.BuiltinFunctionType):
         home = type(item).__module__.partition(".")[0]
-        if home != "torch" and home not in sys.stdlib_module_names - {"__main__"}:
+        if home != "torch" and home not in sys.stdlib_module_names:
             yield from _attributes(item)
 
 

@@ -38,6 +38,10 @@ from lowtide.verifying.state import Reached
 from lowtide.verifying.verification import ALL, Verification, VerifiedStep
 
 _HALF = 0.5
+_EARLIER = (
+    "the step's backward goes on into a graph that was made before the step, and can run only "
+    "once. Make all of it in the step, or pass what was made before as x.detach().requires_grad_()."
+)
 _TRIES = 3  # limits, as each refusal names a larger one
 
 
@@ -120,6 +124,12 @@ class Steps:
                 if limit is not None or not left or isinstance(allowed, Plan):
                     raise
                 allowed = max(error.minimum, allowed + 1)
+            except UsageError as error:
+                error.add_note(
+                    "lowtide.verify runs the step inside a budget of its limit. Without a limit, a "
+                    "step that has a budget of its own is run as it is."
+                )
+                raise
         raise AssertionError("the last try has returned or raised")
 
     def _step(self, number: int, budget: Budget | None, *, whole: bool = False) -> VerifiedStep:
@@ -170,8 +180,14 @@ class Steps:
             there = [leaf for leaf in leaves if leaf.requires_grad and id(leaf) not in known]
             return [leaf for leaf in there if _was_there(leaf, before)]
 
-        def beginning(leaves: list[torch.Tensor], accumulates: bool) -> None:
+        earlier = {t.grad_fn for t in self._reached.tensors if t.grad_fn is not None}
+
+        def beginning(
+            roots: list[torch.Tensor], leaves: list[torch.Tensor], accumulates: bool
+        ) -> None:
             began.append(accumulates)
+            if _compat.goes_through(roots, earlier):
+                raise UsageError(_EARLIER)
             if accumulates and (missed := unknown(leaves)):
                 raise UsageError(
                     f"the step runs a backward for {count_of(len(missed), 'tensor')} that verify "
@@ -190,6 +206,8 @@ class Steps:
             self._own_backward = bool(asked)
             asked.clear()
             loss = None if self._own_backward else loss_of(result)
+            if loss is not None and _compat.goes_through([loss], earlier):
+                raise UsageError(_EARLIER)
             missed = [] if loss is None else unknown(_compat.leaves_behind([loss]))
             gradients = [leaf.grad for leaf in missed]
             try:
