@@ -243,6 +243,48 @@ def test_what_an_optimizer_has_in_its_groups_is_put_back() -> None:
     assert scaler._scale is None
 
 
+def test_optimizers_that_hooks_hold_are_put_back() -> None:
+    model = net()
+    optimizers = {p: torch.optim.Adam([p]) for p in model.parameters()}
+
+    def hook(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(hook)
+    before = model[0].weight.clone()
+    found = lowtide.verify(loss_of, model, batch(), limit="1 MB", steps=1)
+    assert found, str(found)
+    assert found.compared["optimizer state"] == 3 * 24
+    assert torch.equal(model[0].weight, before)
+    assert not any(optimizer.state for optimizer in optimizers.values())
+
+
+def test_attributes_of_optimizers_are_put_back() -> None:
+    class Around(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"lr": 0.1})
+            self.base = torch.optim.Adam(self.param_groups)
+            self.count, self.held = 0, [torch.zeros(1)]
+
+        def step(self, closure: Any = None) -> None:
+            self.count += 1
+            self.held[0] += 1
+            self.base.param_groups[0]["lr"] = 0.1 * self.count * self.held[0].item()
+            self.base.step()
+
+    model = net()
+    optimizer = Around(model.parameters())
+
+    def step(x: Tensor) -> None:
+        loss_of(model, x).backward()
+        optimizer.step()
+
+    assert lowtide.verify(step, batch(), limit=0.9, steps=1)
+    assert (optimizer.count, optimizer.held, optimizer.base.state) == (0, [torch.zeros(1)], {})
+
+
 def test_gradients_of_a_model_that_is_found_in_slots_are_compared() -> None:
     found = lowtide.verify(Part(net()).step, batch(), limit=0.9, steps=1)
     assert (bool(found), found.compared["gradient"], found.compared["result"]) == (True, 24, 1)

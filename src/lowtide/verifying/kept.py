@@ -63,6 +63,13 @@ def noted(item: Any, spared: set[int]) -> Back:
     return lambda: copied
 
 
+def optimizer(item: torch.optim.Optimizer) -> Back:
+    """Note its groups and what it keeps, but not its parameters."""
+    spared = {id(tensor) for group in item.param_groups for tensor in group["params"]}
+    backs = [noted(part, spared) for part in (item.param_groups, item.state)]
+    return lambda: [back() for back in backs]
+
+
 def array(item: Any) -> Back | None:
     """Note what is in an array of NumPy's, which a step may write to."""
     numpy = sys.modules.get("numpy")

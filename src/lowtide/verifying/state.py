@@ -25,6 +25,7 @@ from lowtide.verifying import kept
 
 Tensor = torch.Tensor
 _OTHERS = (torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler)
+_OF_OPTIMIZERS = ("state", "param_groups", "defaults")
 _REGISTERED = ("_parameters", "_buffers", "_modules")  # in a module's attributes
 
 
@@ -56,16 +57,19 @@ class Reached(Found):
         self.tensors[given:] = [
             t for t in self.tensors[given:] if id(t) not in known and t.device.type != "meta"
         ]
-        known.update(map(id, self.tensors))
         for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                self.tensors += [t for t in group["params"] if id(t) not in known]
-                known.update(map(id, group["params"]))
+            self._add_parameters(optimizer)
 
     def _visit(self, label: str, item: Any, depth: int) -> None:
         places: list[Any]
         if isinstance(item, torch.optim.Optimizer):
             places = self.optimizers
+            if depth and all(item is not other for other in places):
+                places.append(item)
+                self._program.append(vars(item))
+                for name, part in vars(item).items():  # such as the optimizer that it wraps
+                    if name not in _OF_OPTIMIZERS:
+                        self._visit(name, part, depth - 1)
         elif isinstance(item, _OTHERS):
             places = self.others
         elif isinstance(item, torch.Generator):
@@ -82,6 +86,22 @@ class Reached(Found):
             return
         if all(item is not other for other in places):
             places.append(item)
+
+    def meet(self, optimizer: torch.optim.Optimizer) -> kept.Back | None:
+        """Take in an optimizer that takes a step and was not found, as hooks may hold one; returns
+        what puts it back."""
+        if any(optimizer is other for other in self.optimizers):
+            return None
+        self.optimizers.append(optimizer)
+        added = len(self.tensors)
+        self._add_parameters(optimizer)
+        backs = [kept.optimizer(optimizer), kept.noted(self.tensors[added:], set())]
+        return lambda: [back() for back in backs]
+
+    def _add_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        known = {id(tensor) for tensor in (*self.state(), *self.tensors)}
+        for group in optimizer.param_groups:
+            self.tensors += [t for t in group["params"] if id(t) not in known]
 
     def leaves(self) -> list[Tensor]:
         """Those to which a backward may give gradients."""
@@ -115,10 +135,7 @@ class Reached(Found):
         tensors = {id(t): t for t in (*self.state(), *self.tensors)}
         backs = [kept.form(t) for t in tensors.values() if not t.is_inference()]
         for optimizer in self.optimizers:
-            spared = {id(t) for group in optimizer.param_groups for t in group["params"]}
-            backs += [
-                kept.noted(part, spared) for part in (optimizer.param_groups, optimizer.state)
-            ]
+            backs.append(kept.optimizer(optimizer))
         for other in self.others:
             if isinstance(other, torch.amp.GradScaler):
                 backs.append(kept.noted(vars(other), set()))

@@ -18,6 +18,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide import _compat, engine, replay
 from lowtide._compat import fakes
@@ -196,7 +197,13 @@ class Steps:
                     "an argument, or have it in a variable that the step names."
                 )
 
+        def stepping(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            back = self._reached.meet(optimizer)
+            if back is not None:
+                hooks.callback(back)
+
         with self._reached.from_here(), contextlib.ExitStack() as hooks:
+            hooks.callback(register_optimizer_step_pre_hook(stepping).remove)
             for leaf in self._reached.leaves():
                 if leaf.requires_grad:
                     hook = leaf.register_post_accumulate_grad_hook(asked.append)
