@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -95,6 +96,8 @@ class Steps:
             steps, allowed = self._under(limit, trial.measured)
             if not self._own_backward:  # which no region can be around
                 steps.append(self._step(0, None, whole=True))
+        if any(step.differences for step in steps):
+            steps = self._once_more(steps)
         origin = None
         if any(step.differences for step in steps):
             origin = self._origin(allowed)
@@ -132,6 +135,19 @@ class Steps:
                 )
                 raise
         raise AssertionError("the last try has returned or raised")
+
+    def _once_more(self, steps: list[VerifiedStep]) -> list[VerifiedStep]:
+        """Without the differences that a last plain step has too: a state that is not put back may
+        change what is left later than in the second."""
+        self._tell("the plain step once more")
+        with nothing_recorded(), _eagerly():
+            last, _ = self._measured(None)
+        known = {(one.kind, one.name) for one in self._unrepeatable}
+        more = [d for d in differences(self._plain, last) if (d.kind, d.name) not in known]
+        self._unrepeatable += more
+        known = {(one.kind, one.name) for one in more}
+        left = [tuple(d for d in s.differences if (d.kind, d.name) not in known) for s in steps]
+        return [replace(s, differences=d) for s, d in zip(steps, left, strict=True)]
 
     def _step(self, number: int, budget: Budget | None, *, whole: bool = False) -> VerifiedStep:
         """One step. `whole`: with all of it recomputed, as far as that is possible."""

@@ -51,7 +51,7 @@ class Verification:
         steps: the steps with lowtide.
         compared: how many tensors were compared, by kind: "result", "gradient", "parameter",
             "buffer", "input", "optimizer state", "random state".
-        unrepeatable: what differs between two plain steps, of which nothing can be said.
+        unrepeatable: what differs between plain steps, of which nothing can be said.
         origin: the first saved tensor of the forward that came back with another content, if bits
             differ and steps that are recorded in Python show it.
     """
@@ -149,11 +149,11 @@ class Verification:
     def _details(self) -> list[str]:
         said = []
         if self.unrepeatable:
-            said += ["", "Other bits in a second plain step, from the same state:"]
+            said += ["", "Other bits in another plain step, from the same state:"]
             said += _listed(self.unrepeatable)
             said.append(
                 "A kernel is not deterministic (torch.use_deterministic_algorithms), or the step "
-                "goes on from a state that cannot be put back: a loader, a counter, a file."
+                "goes on from a state that is not put back: a loader, an iterator, a file."
             )
         if self.differences:
             first = next(step for step in self.steps if step.differences)
