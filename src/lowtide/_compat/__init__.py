@@ -131,6 +131,7 @@ from lowtide._compat.modules import (
     is_never_called,
     is_script,
     parameters_and_buffers,
+    plain_attributes,
     selective_policy,
     torchscripts,
 )
@@ -272,6 +273,7 @@ __all__ = [
     "other_hooks_than",
     "overloads_beside",
     "parameters_and_buffers",
+    "plain_attributes",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
     "put_on_mode",

@@ -3,7 +3,7 @@
 Problem: two runs of one step can be compared only if both begin alike. Invariant: inside of
 `from_here` the step begins without gradients, with the parameters, buffers, inputs, optimizers,
 schedulers, scalers and random states that there were, and afterwards all of it is as it was; what
-holds a state is the same object. Imports dryrun and kept. Rejected: `load_state_dict` of
+holds a state is the same object. Imports `_compat`, dryrun and kept. Rejected: `load_state_dict` of
 optimizers, which casts what they keep in float32 for parameters of half precision.
 """
 
@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
+from lowtide import _compat
 from lowtide.dryrun.standins import DEPTH, Found, RealState
 from lowtide.verifying import kept
 
 Tensor = torch.Tensor
 _OTHERS = (torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler)
 _OF_OPTIMIZERS = ("state", "param_groups", "defaults")
-_REGISTERED = ("_parameters", "_buffers", "_modules")  # in a module's attributes
 
 
 class Reached(Found):
@@ -50,9 +50,8 @@ class Reached(Found):
         while more := [module for module in self.modules() if id(module) not in looked]:
             for module in more:  # which are looked into for parameters and buffers alone
                 looked.add(id(module))
-                for name, item in list(vars(module).items()):
-                    if name not in _REGISTERED:
-                        self._visit(name, item, DEPTH)
+                for name, item in _compat.plain_attributes(module).items():
+                    self._visit(name, item, DEPTH)
         known = {id(tensor) for tensor in self.state()}
         self.tensors[given:] = [
             t for t in self.tensors[given:] if id(t) not in known and t.device.type != "meta"
@@ -177,11 +176,11 @@ class Reached(Found):
 def _plain_attributes(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The tensors that are a module's attributes, or in them, without being registered. A step may
     have set them to others."""
-    for name, held in vars(module).items():
+    for name, held in _compat.plain_attributes(module).items():
         parts: Iterable[Any] = held.items() if isinstance(held, dict) else [("", held)]
         if isinstance(held, list | tuple | deque):
             parts = enumerate(held)
-        for place, part in parts if name not in _REGISTERED else ():
+        for place, part in parts:
             if isinstance(part, Tensor):
                 yield name if held is part else f"{name}[{place!r}]", part
 
