@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import random
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -259,6 +260,31 @@ def test_optimizers_that_hooks_hold_are_put_back() -> None:
     assert found.compared["optimizer state"] == 3 * 24
     assert torch.equal(model[0].weight, before)
     assert not any(optimizer.state for optimizer in optimizers.values())
+
+
+def test_what_another_thread_trains_is_left_alone() -> None:
+    model, other = net(), nn.Linear(32, 32)
+    optimizer = torch.optim.Adam(other.parameters())
+    begin, end = threading.Event(), threading.Event()
+    inputs, before = batch(), other.weight.clone()
+
+    def train() -> None:
+        begin.wait()
+        other(inputs).sum().backward()
+        optimizer.step()
+        end.set()
+
+    def step(x: Tensor) -> Tensor:
+        begin.set()
+        assert end.wait(10)
+        return loss_of(model, x)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    assert lowtide.verify(step, batch(), limit=0.9, steps=1)
+    thread.join()
+    assert optimizer.state
+    assert not torch.equal(other.weight, before)
 
 
 def test_attributes_of_optimizers_are_put_back() -> None:

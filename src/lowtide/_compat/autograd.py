@@ -9,6 +9,7 @@ torch. Rejected: hooks on every tensor, which change what users see and when mem
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -196,15 +197,17 @@ def leaves_behind(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
 def before_backwards(
     tell: Callable[[list[torch.Tensor], list[torch.Tensor], bool], object],
 ) -> Iterator[None]:
-    """Before each backward that Python begins inside, `tell` gets what it begins with, the leaves
-    that it reaches, and whether it gives them their gradients (`torch.autograd.grad` returns them).
+    """Before each backward that this thread begins inside, `tell` gets what it begins with, the
+    leaves that it reaches, and whether it gives them gradients, as `torch.autograd.grad` does not.
 
     Unnecessary when torch has a hook for the beginning of a backward.
     """
     begins = "_engine_run_backward"
-    run = getattr(torch.autograd, begins)
+    run, thread = getattr(torch.autograd, begins), threading.get_ident()
 
     def told(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return run(outputs, *args, **kwargs)
         inputs = args[3] if len(args) > 3 else ()  # after the gradients and two flags
         roots = [output for output in outputs if isinstance(output, torch.Tensor)]
         ends = inputs or leaves_behind(roots)

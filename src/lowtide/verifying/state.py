@@ -86,6 +86,11 @@ class Reached(Found):
         if all(item is not other for other in places):
             places.append(item)
 
+    def shares_with(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether one of its parameters is among the leaves."""
+        known = set(map(id, self.leaves()))
+        return any(id(t) in known for group in optimizer.param_groups for t in group["params"])
+
     def meet(self, optimizer: torch.optim.Optimizer) -> kept.Back | None:
         """Take in an optimizer that takes a step and was not found, as hooks may hold one; returns
         what puts it back."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -190,7 +191,7 @@ class Steps:
         leaves there are that nothing leads to."""
         asked: list[torch.Tensor] = []
         began: list[bool] = []
-        before = _tensors()
+        before, thread = _tensors(), threading.get_ident()
 
         def unknown(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
             known = set(map(id, self._reached.leaves()))
@@ -214,6 +215,8 @@ class Steps:
                 )
 
         def stepping(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if threading.get_ident() != thread and not self._reached.shares_with(optimizer):
+                return  # of something else, that another thread trains
             back = self._reached.meet(optimizer)
             if back is not None:
                 hooks.callback(back)
