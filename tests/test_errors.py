@@ -76,6 +76,8 @@ BAD_LIMITS: list[tuple[Any, str]] = [
     ("512 mi", """(did you mean "512 MiB"?)"""),
     ("6,000 kb", """(did you mean "6000 kB"?)"""),
     ("6_000", """(did you mean "6000"?)"""),
+    ("1,5 GB", """(did you mean "1.5 GB"?)"""),
+    ("0,5", """(did you mean "0.5"?)"""),
     ("0", "a limit must be positive; '0' is 0 bytes."),
     ("9" * 5000, "at most 2**63 - 1 bytes; '99999999999999999999...9999999999' is more. "),
     ("", "cannot read the limit ''"),

@@ -265,8 +265,8 @@ FLOORS = {
     "analysis": "alike dryrun errors frontier levels limits page planner plans policies saved tape "
     "texttable",
     # Comparing real steps is above everything that runs them.
-    "verifying": "_compat budget checkpoint dryrun engine errors export limits measure plans "
-    "replay step tape texttable",
+    "verifying": "_compat budget checkpoint dryrun engine errors export limits measure models "
+    "plans replay step tape texttable",
     "export": "_compat analysis budget dryrun errors explain frontier measure planner plans saved "
     "step",
 }

@@ -6,7 +6,9 @@ import copy
 import itertools
 import json
 import random
+import threading
 import warnings
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -141,6 +143,215 @@ def test_what_an_optimizer_keeps_in_float32_for_half_parameters_stays_so() -> No
     assert torch.equal(kept["exp_avg"], before)
 
 
+@dataclass(slots=True)
+class Part:
+    model: nn.Module
+
+    def step(self, x: Tensor) -> float:
+        loss = loss_of(self.model, x)
+        loss.backward()
+        return loss.item()
+
+
+class Trainer:
+    """Counts, logs and draws as trainings do, in attributes that no module knows of."""
+
+    def __init__(self) -> None:
+        self.model = net()
+        self.model.history = torch.zeros(3)
+        self.model.lists = [torch.zeros(2)]
+        self.number, self.losses, self.last = 0, list[float](), deque[float](maxlen=3)
+        self.python, self.numpy = random.Random(1), numpy.random.default_rng(1)
+
+    def step(self, x: Tensor) -> Tensor:
+        self.number += 1
+        for held in (self.model.history, *self.model.lists):
+            held.add_(1)
+        drawn = self.python.random() + self.numpy.random() + self.model.history[0]
+        loss = loss_of(self.model, x) * drawn * self.number
+        self.losses.append(loss.item())
+        self.last.append(loss.item())
+        self.model[0].weight.register_hook(lambda grad: grad * 2)
+        return loss
+
+    def state(self) -> Any:
+        return copy.deepcopy((
+            self.number, self.losses, self.last, self.model.history.tolist(),
+            self.python.getstate(), self.numpy.bit_generator.state,
+            self.model[0].weight._backward_hooks,
+        ))  # fmt: skip
+
+
+def test_attributes_of_objects_are_put_back() -> None:
+    trainer = Trainer()
+    before = trainer.state()[:-1]
+    found = lowtide.verify(trainer.step, batch(), limit=0.9, steps=1)
+    assert found, str(found)
+    assert trainer.state()[:-1] == before
+    assert not trainer.state()[-1]  # no hook
+    assert found.compared["random state"] == 3 + 2
+
+
+def test_variables_and_flags_are_put_back() -> None:
+    model, number = net(), 1
+    x = batch()
+
+    def step() -> Tensor:
+        nonlocal number
+        number += 1
+        x.requires_grad_()
+        model[0].weight.requires_grad_(False)
+        return loss_of(model, x) * number
+
+    assert lowtide.verify(step, limit=0.9, steps=1)
+    assert (number, x.requires_grad, model[0].weight.requires_grad) == (1, False, True)
+
+
+def test_memory_that_a_step_exchanges_is_put_back() -> None:
+    model = net()
+    target = copy.deepcopy(model)
+    with torch.no_grad():
+        target[0].weight.add_(1)
+    before = target[0].weight.clone()
+
+    def step(x: Tensor) -> Tensor:
+        target[0].weight.data = model[0].weight.data
+        return loss_of(model, x) + loss_of(target, x)
+
+    assert lowtide.verify(step, batch(), limit=0.9, steps=1)
+    assert torch.equal(target[0].weight, before)
+    assert target[0].weight.data_ptr() != model[0].weight.data_ptr()
+
+
+def test_what_an_optimizer_has_in_its_groups_is_put_back() -> None:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(1e-2))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step(x: Tensor) -> None:
+        scaler.scale(loss_of(model, x)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+    rate = optimizer.param_groups[0]["lr"]
+    assert lowtide.verify(step, batch(), limit=0.9, steps=1)
+    assert len(optimizer.param_groups) == 1
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate == torch.tensor(1e-2)
+    assert scaler._scale is None
+
+
+def test_optimizers_that_hooks_hold_are_put_back() -> None:
+    model = net()
+    optimizers = {p: torch.optim.Adam([p]) for p in model.parameters()}
+
+    def hook(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(hook)
+    before = model[0].weight.clone()
+    found = lowtide.verify(loss_of, model, batch(), limit="1 MB", steps=1)
+    assert found, str(found)
+    assert found.compared["optimizer state"] == 3 * 24
+    assert torch.equal(model[0].weight, before)
+    assert not any(optimizer.state for optimizer in optimizers.values())
+
+
+def test_what_another_thread_trains_is_left_alone() -> None:
+    model, other = net(), nn.Linear(32, 32)
+    optimizer = torch.optim.Adam(other.parameters())
+    begin, end = threading.Event(), threading.Event()
+    inputs, before = batch(), other.weight.clone()
+
+    def train() -> None:
+        begin.wait()
+        other(inputs).sum().backward()
+        optimizer.step()
+        end.set()
+
+    def step(x: Tensor) -> Tensor:
+        begin.set()
+        assert end.wait(10)
+        return loss_of(model, x)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    assert lowtide.verify(step, batch(), limit=0.9, steps=1)
+    thread.join()
+    assert optimizer.state
+    assert not torch.equal(other.weight, before)
+
+
+def test_attributes_of_optimizers_are_put_back() -> None:
+    class Around(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"lr": 0.1})
+            self.base = torch.optim.Adam(self.param_groups)
+            self.count, self.held = 0, [torch.zeros(1)]
+
+        def step(self, closure: Any = None) -> None:
+            self.count += 1
+            self.held[0] += 1
+            self.base.param_groups[0]["lr"] = 0.1 * self.count * self.held[0].item()
+            self.base.step()
+
+    model = net()
+    optimizer = Around(model.parameters())
+
+    def step(x: Tensor) -> None:
+        loss_of(model, x).backward()
+        optimizer.step()
+
+    assert lowtide.verify(step, batch(), limit=0.9, steps=1)
+    assert (optimizer.count, optimizer.held, optimizer.base.state) == (0, [torch.zeros(1)], {})
+
+
+def test_gradients_of_a_model_that_is_found_in_slots_are_compared() -> None:
+    found = lowtide.verify(Part(net()).step, batch(), limit=0.9, steps=1)
+    assert (bool(found), found.compared["gradient"], found.compared["result"]) == (True, 24, 1)
+
+
+class OfItsClass:
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
+
+    def step(self, x: Tensor) -> Tensor:
+        return loss_of(self.model, x)
+
+    def whole(self, x: Tensor) -> None:
+        self.step(x).backward()
+
+
+def test_leaves_that_nothing_leads_to_are_found_in_the_graph() -> None:
+    weight = OfItsClass.model[0].weight
+    weight.grad = held = torch.ones_like(weight)
+    found = lowtide.verify(OfItsClass().step, batch(), limit="1 MB", steps=1)
+    assert found, str(found)
+    assert found.compared["gradient"] == 4
+    with pytest.raises(UsageError, match="runs a backward for 4 tensors that verify does not find"):
+        lowtide.verify(OfItsClass().whole, batch(), steps=1)
+    assert weight.grad is held
+    assert held.eq(1).all()
+
+
+def test_a_step_that_returns_what_its_own_grad_has_used_up() -> None:
+    model = net()
+
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        for parameter, grad in zip(model.parameters(), grads, strict=True):
+            parameter.grad = grad
+        return loss
+
+    found = lowtide.verify(step, batch(), limit=0.9, steps=1)
+    assert (bool(found), labels(found), found.compared["gradient"]) == (True, ["unplanned"], 24)
+
+
 # --- what is run ---------------------------------------------------------------------------------
 
 
@@ -175,17 +386,17 @@ def test_a_budget_in_a_step_that_runs_backward_itself() -> None:
 
 def test_a_backward_of_the_steps_own_is_not_run_twice() -> None:
     model, x = net(), batch()
-    calls: list[int] = []
+    calls = itertools.count()  # which is not put back, as a list is
 
     def step() -> Tensor:
         loss = loss_of(model, x)
-        loss.register_hook(lambda _: calls.append(1))
+        loss.register_hook(lambda _: [next(calls), None][1])
         loss.backward()
         return loss
 
     found = lowtide.verify(step, limit=1.0, steps=1)
     assert (found.same, labels(found)) == (True, ["unplanned"])  # no region can be around it
-    assert len(calls) == 4  # warming up, plain twice, one step under the limit
+    assert next(calls) == 4  # warming up, plain twice, one step under the limit
 
 
 def test_a_gradient_penalty_in_the_forward_is_not_the_steps_own_backward() -> None:
@@ -243,7 +454,9 @@ def test_what_torch_compiled_is_compared_with_its_eager_step() -> None:
 
 def test_a_step_without_a_backward_says_so() -> None:
     found = lowtide.verify(nn.Linear(4, 4).requires_grad_(False), torch.ones(2, 4), steps=1)
-    assert "There is no gradient: the step returned nothing that requires grad." in str(found)
+    assert "There is no gradient: the step left none, nor a result that requires grad." in str(
+        found
+    )
 
 
 # --- different -----------------------------------------------------------------------------------
@@ -268,6 +481,65 @@ def test_a_kernel_that_writes_unseen_is_found_and_named() -> None:
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["same"] is False
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_gradients_that_the_step_clears_are_compared_as_its_optimizer_reads_them(
+    momentum: float,
+) -> None:
+    model, x = nn.Sequential(nn.Linear(32, 32), Sometimes(), *net()), batch()
+    lowtide.checkpoint_modules(model, "1")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=momentum)  # warming up
+
+    def step() -> float:
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    found = lowtide.verify(step, steps=1)
+    assert found.compared["gradient"] == 26
+    assert {one.kind for one in found.differences} == {"gradient"} | (
+        {"optimizer state"} if momentum else set()
+    )
+    assert ("optimizer state" in found.compared) is bool(momentum)
+
+
+def test_attributes_that_a_step_sets_are_compared() -> None:
+    class Running(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.running, self.parts = net(), torch.zeros(32), [torch.zeros(())]
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.net(x)
+            self.running = self.running * 0.9 + out.detach().mean(0)
+            self.parts = [out.detach().mean()]
+            return out.sum()
+
+    model = Running()
+    reached = Reached(model, (), {})
+    before = observe(reached, None, [])
+    with reached.from_here():
+        model(batch())
+        names = {one.name for one in differences(before, observe(reached, None, []))}
+    assert {"running", "parts[0]"} <= names
+    assert differences(before, observe(reached, None, [])) == []
+
+
+def test_a_write_through_an_array_is_found_and_put_back() -> None:
+    model, array = net(), numpy.ones((64, 32), numpy.float32)
+
+    def step(array: Any) -> Tensor:
+        loss = loss_of(model, torch.from_numpy(array).sin())
+        array += 1
+        return loss
+
+    found = lowtide.verify(step, array, limit=0.9, steps=1)
+    assert found.differences
+    assert not found.unrepeatable
+    assert (array == 1).all()
+
+
 def test_a_step_that_does_not_repeat_itself_is_not_called_the_same() -> None:
     model, loader = net(), itertools.cycle([torch.ones(64, 32), torch.zeros(64, 32)])
     found = lowtide.verify(lambda: loss_of(model, next(loader)), steps=1)
@@ -275,8 +547,15 @@ def test_a_step_that_does_not_repeat_itself_is_not_called_the_same() -> None:
     assert found.unrepeatable
     assert not found.differences
     assert str(found).startswith("NOT COMPARABLE: two plain steps differ.")
-    assert "Other bits in a second plain step, from the same state:\n  result: 1 of 1" in str(found)
-    assert "a loader, a counter, a file." in str(found)
+    assert "Other bits in another plain step, from the same state:\n  result: 1 of 1" in str(found)
+    assert "a loader, an iterator, a file." in str(found)
+
+
+def test_a_state_that_changes_after_the_second_plain_step_is_not_held_against_lowtide() -> None:
+    model, x, calls = net(), batch(), itertools.count()
+    found = lowtide.verify(lambda: loss_of(model, x) * (1 + next(calls) // 3), limit=0.9, steps=1)
+    assert not found
+    assert (bool(found.unrepeatable), found.differences) == (True, ())
 
 
 # --- comparing -----------------------------------------------------------------------------------
@@ -324,6 +603,31 @@ def test_bits_are_compared(one: Tensor, two: Tensor, count: int) -> None:
     assert [d.differing for d in found] == ([count] if count else [])
 
 
+@pytest.mark.parametrize(("one", "two"), [
+    (0.1, 0.1 + 2e-17), (0.1, 0.1 + 1e-16), (2**70, 2**70 + 1), (True, False), (1j, 2j),
+    (numpy.ones(2), numpy.zeros(2)),
+])  # fmt: skip
+def test_numbers_among_results_are_compared(one: Any, two: Any) -> None:
+    equal = bool(numpy.all(one == two))
+    assert (differences(observed([one]), observed([two])) == []) is equal
+
+
+def test_the_place_in_what_a_generator_has_drawn_is_compared() -> None:
+    before = observed(None)
+    numpy.random.rand()
+    random.gauss(0, 1)
+    between = observed(None)
+    random.gauss(0, 1)
+    assert [d.name for d in differences(before, between)] == ["of Python", "of NumPy"]
+    (found,) = differences(between, observed(None))
+    assert (found.name, found.largest) == ("of Python", None)
+
+
+def test_a_difference_that_is_infinite_is_valid_json() -> None:
+    (found,) = differences(observed(torch.tensor(float("inf"))), observed(torch.ones(())))
+    assert (found.differing, found.largest) == (1, None)
+
+
 def test_a_gradient_that_is_missing_differs() -> None:
     weight, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     other.grad = torch.ones(3)
@@ -361,15 +665,43 @@ def test_what_cannot_be_verified_is_refused() -> None:
         lowtide.verify(model, x)
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_graph_from_before_the_step_is_refused_while_it_is_whole(own: bool) -> None:
+    model, first = net(), nn.Linear(32, 32)
+    made = first(batch())
+
+    def step() -> Tensor:
+        loss = loss_of(model, made)
+        if own:
+            loss.backward()
+        return loss
+
+    with pytest.raises(UsageError, match="made before the step, and can run only once"):
+        lowtide.verify(step, steps=1)
+    loss_of(model, made).backward()
+    assert first.weight.grad is not None
+
+
+def test_a_limit_around_a_budget_says_what_to_leave_out() -> None:
+    model, x = net(), batch()
+
+    def step() -> Tensor:
+        with lowtide.budget(0.9):
+            return loss_of(model, x)
+
+    with pytest.raises(UsageError, match="inside another budget") as caught:
+        lowtide.verify(step, limit=0.9)
+    assert "Without a limit" in caught.value.__notes__[0]
+
+
 def test_an_error_of_the_step_is_its_own_and_all_is_put_back() -> None:
     model, x = net(), batch()
     before = copy.deepcopy(model.state_dict())
-    calls: list[int] = []
+    calls = itertools.count(1)
 
     def step() -> Tensor:
-        calls.append(1)
         loss = loss_of(model, x)
-        if len(calls) == 4:
+        if next(calls) == 4:
             raise RuntimeError("of the user's own")
         return loss
 

@@ -112,7 +112,7 @@ class Budget:
             )
         self._loop.open()
         self._entered += 1
-        if self._entered <= 2:
+        if self._entered <= 2 and not self._loop.on_trial:
             _tell_of_many(self.limit, self._entered)
 
     def __exit__(

@@ -130,7 +130,9 @@ def _meant(text: str) -> str:
     short = re.fullmatch(r"\s*([0-9][0-9,_]*(?:\.[0-9]+)?)\s*([kmgt]?)(i?)(b?)\s*", text, re.I)
     if short is None:
         return ""
-    number, scale = re.sub("[,_]", "", short[1]), short[2].upper()
+    # One comma is that of a fraction, unless three digits follow: "1,5 GB", but "6,000 MB".
+    number = re.sub(r"^(0(?=,)|[0-9]+(?=,(?:[0-9]{1,2}|[0-9]{4,})$)),", r"\1.", short[1])
+    number, scale = re.sub("[,_]", "", number), short[2].upper()
     if not scale:
         return f' (did you mean "{number}"?)'
     binary, decimal = f"{scale}iB", f"{'k' if scale == 'K' else scale}B"

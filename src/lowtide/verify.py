@@ -29,17 +29,18 @@ def verify(
 ) -> Verification:
     """Run a training step plain and with lowtide, and compare every bit that it leaves behind.
 
-    Results, gradients, parameters, buffers, inputs and random states are compared, after each of
-    `steps` steps: the first is kept inside the limit while it runs, later ones follow plans. Each
-    starts from the same state, which is put back at the end, optimizers included. The plain step
-    is run twice, and what differs between the two is not held against lowtide::
+    Results, gradients, parameters, buffers, inputs, optimizer states and random states are
+    compared, after each of `steps` steps: the first is kept inside the limit while it runs, later
+    ones follow plans. Each starts from the same state, which is put back at the end: optimizers,
+    generators, and the attributes of the objects that the step reaches included. The plain step is
+    run twice, and what differs between the two is not held against lowtide::
 
         assert lowtide.verify(step, batch)
 
     Args:
         fn: the step: a module, or a function that returns the loss, or one that runs backward
             itself. It should start from scratch each time: take a batch as an argument, not from a
-            loader.
+            loader or another iterator, which cannot be put back.
         args: its positional arguments.
         limit: the limit to run it under: bytes, text, a fraction of the plain peak, or a `Plan`.
             Default: if the step itself uses lowtide (a budget, regions, a fitted model), it is run

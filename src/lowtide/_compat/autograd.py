@@ -9,7 +9,9 @@ torch. Rejected: hooks on every tensor, which change what users see and when mem
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -147,6 +149,13 @@ def followed_by_hooks(leaf: torch.Tensor) -> bool:
     return bool(leaf._post_accumulate_grad_hooks)
 
 
+def hooks_of(tensor: torch.Tensor) -> list[dict[int, Any] | None]:
+    """Its own hooks by their numbers: on its gradient, and once that is accumulated. Unnecessary
+    when torch tells them in public."""
+    after: dict[int, Any] | None = tensor._post_accumulate_grad_hooks
+    return [tensor._backward_hooks, after]
+
+
 def written_through(tensor: torch.Tensor) -> int:
     """Bytes of the base of a view that an operation with a gradient writes in place; 0 if the
     tensor is no view.
@@ -182,6 +191,40 @@ def leaves_behind(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
     found = [output for output in outputs if output.grad_fn is None]
     leaves = (getattr(node, "variable", None) for node in _nodes_behind(outputs))
     return found + [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+@contextmanager
+def before_backwards(
+    tell: Callable[[list[torch.Tensor], list[torch.Tensor], bool], object],
+) -> Iterator[None]:
+    """Before each backward that this thread begins inside, `tell` gets what it begins with, the
+    leaves that it reaches, and whether it gives them gradients, as `torch.autograd.grad` does not.
+
+    Unnecessary when torch has a hook for the beginning of a backward.
+    """
+    begins = "_engine_run_backward"
+    run, thread = getattr(torch.autograd, begins), threading.get_ident()
+
+    def told(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return run(outputs, *args, **kwargs)
+        inputs = args[3] if len(args) > 3 else ()  # after the gradients and two flags
+        roots = [output for output in outputs if isinstance(output, torch.Tensor)]
+        ends = inputs or leaves_behind(roots)
+        leaves = [leaf for leaf in ends if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
+        tell(roots, leaves, bool(kwargs.get("accumulate_grad")))
+        return run(outputs, *args, **kwargs)
+
+    setattr(torch.autograd, begins, told)
+    try:
+        yield
+    finally:
+        setattr(torch.autograd, begins, run)
+
+
+def goes_through(outputs: list[torch.Tensor], nodes: Collection[Any]) -> bool:
+    """Whether a backward from `outputs` reaches one of these nodes."""
+    return bool(nodes) and any(node in nodes for node in _nodes_behind(outputs))
 
 
 def runs_python(outputs: list[torch.Tensor]) -> bool:

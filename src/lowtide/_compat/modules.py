@@ -60,6 +60,12 @@ def parameters_and_buffers(module: torch.nn.Module) -> tuple[dict[str, Any], dic
     return module._parameters, module._buffers
 
 
+def plain_attributes(module: torch.nn.Module) -> dict[str, Any]:
+    """Its attributes, without parameters, buffers and modules."""
+    registered = module._parameters, module._buffers, module._modules
+    return {k: part for k, part in vars(module).items() if all(part is not r for r in registered)}
+
+
 def forward_pre_hooks(module: torch.nn.Module) -> tuple[Callable[..., Any], ...]:
     """The hooks that run before a module's forward; torch has no accessor for them."""
     return tuple(module._forward_pre_hooks.values())

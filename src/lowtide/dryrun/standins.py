@@ -20,7 +20,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from lowtide import _compat
 from lowtide._compat import fakes
 from lowtide.models.reached import named_globals
 
-_DEPTH = 5
+DEPTH = 5
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.dtype,
           torch.device, torch.Generator)  # fmt: skip
 
@@ -49,8 +49,8 @@ class Found:
         self.tensors: list[torch.Tensor] = []
         self._seen: set[int] = set()
         self._keep: list[Any] = []  # keeps ids valid: bound methods are new objects each time
-        self._visit("", function, _DEPTH)
-        self._visit("", (args, kwargs), _DEPTH)
+        self._visit("", function, DEPTH)
+        self._visit("", (args, kwargs), DEPTH)
         inside = {id(m) for root in self.roots.values() for m in root.modules() if m is not root}
         self.roots = {k: m for k, m in self.roots.items() if id(m) not in inside}
 
@@ -97,7 +97,7 @@ def _parts(item: Any) -> Iterator[tuple[str, Any]]:
     """The parts of an object that is neither a module nor a tensor, with names if they have any."""
     if isinstance(item, dict):
         yield from ((key if isinstance(key, str) else "", part) for key, part in item.items())
-    elif isinstance(item, list | tuple | set | frozenset):
+    elif isinstance(item, list | tuple | set | frozenset | deque):
         yield from (("", part) for part in item)
     elif isinstance(item, functools.partial):
         yield from (("", part) for part in (item.func, item.args, item.keywords))
@@ -105,10 +105,23 @@ def _parts(item: Any) -> Iterator[tuple[str, Any]]:
         yield from (("self", item.__self__), ("", item.__func__))
     elif isinstance(item, types.FunctionType):
         yield from _reached(item)
-    elif not isinstance(item, types.BuiltinFunctionType) and hasattr(item, "__dict__"):
+    elif not isinstance(item, types.BuiltinFunctionType):
         home = type(item).__module__.partition(".")[0]
         if home != "torch" and home not in sys.stdlib_module_names:
-            yield from vars(item).items()
+            yield from _attributes(item)
+
+
+def _attributes(item: Any) -> Iterator[tuple[str, Any]]:
+    """An object's own, in its dictionary and in slots."""
+    if hasattr(item, "__dict__"):
+        yield from vars(item).items()
+    for kind in type(item).__mro__:
+        for name, slot in vars(kind).items():
+            if isinstance(slot, types.MemberDescriptorType):
+                try:
+                    yield name, slot.__get__(item)
+                except AttributeError:  # not assigned yet
+                    continue
 
 
 def _reached(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -231,8 +244,9 @@ class _Saved:
     """Saves and restores what a forward may change in modules and in random states: one that seeds
     them does so even on fake tensors, on which nothing is drawn."""
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: Found, more: Sequence[Any] = ()) -> None:
         self._modules = list(found.modules())
+        self._more = more
         self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._others: list[tuple[Any, list[Any]]] = []  # lists, sets and queues
         self._random: Any = None
@@ -242,10 +256,12 @@ class _Saved:
     def take(self) -> None:
         seen = set(map(id, self._modules))
         for module in self._modules:
-            self._take(vars(module), _DEPTH, seen)
+            self._take(vars(module), DEPTH, seen)
             for parameter in _compat.parameters_and_buffers(module)[0].values():
                 if parameter is not None:  # libraries keep what they add to one in its attributes
-                    self._take(vars(parameter), _DEPTH, seen)
+                    self._take(vars(parameter), DEPTH, seen)
+        for item in self._more:
+            self._take(item, DEPTH, seen)
         self._draws = [(generator, generator.get_state()) for generator in default_generators()]
         self._random = random.getstate()
         numpy = sys.modules.get("numpy")
@@ -309,13 +325,13 @@ class RealState:
         moved: once it is over, how many parameters were written: copying all of them up front could
             take as much memory as the step itself, so that these are reported and not restored.
             With `whole` they are copied, to main memory, and restored, and so are the other tensors
-            that were found.
+            that were found. `more`: containers and objects that are restored too.
     """
 
-    def __init__(self, found: Found, *, whole: bool = False) -> None:
+    def __init__(self, found: Found, *, whole: bool = False, more: Sequence[Any] = ()) -> None:
         self._found = found
         self._whole = whole
-        self._python = _Saved(found)
+        self._python = _Saved(found, more)
         self.moved = 0
 
     def __enter__(self) -> RealState:

@@ -8,13 +8,17 @@ Rejected: `torch.allclose`, which calls a gradient right that is nearly so.
 
 from __future__ import annotations
 
+import ctypes
+import math
 import random
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide import _compat
 from lowtide.dryrun.standins import default_generators
@@ -28,14 +32,15 @@ class Difference:
     """Something that a step has left behind with other bits than the plain step.
 
     Attributes:
-        kind: "result", "gradient", "parameter", "buffer", "input" or "random state".
+        kind: "result", "gradient", "parameter", "buffer", "input", "optimizer state" or "random
+            state".
         name: the qualified name of a parameter or buffer; the place of a result or input; the
             device of a generator.
         differing: how many elements differ; all of them if the shape or dtype does, or if only one
             of the two is there.
         elements: how many there are.
         largest: the largest absolute difference of two elements; None if there is none to tell, as
-            of NaN.
+            of NaN, infinity and random states.
     """
 
     kind: str
@@ -54,28 +59,88 @@ Observed = dict[tuple[str, str], Tensor | None]
 """What a step has left, by kind and name. None: it has left none."""
 
 
-def observe(reached: Reached, result: Any, others: list[Tensor]) -> Observed:
+class Read:
+    """The gradients that torch's optimizers read at their steps: most steps clear them.
+
+    They are copied where no memory of torch's is allocated, which a measurement counts.
+    """
+
+    def __init__(self) -> None:
+        self._read: list[tuple[int, bytes, torch.dtype, torch.Size]] = []
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        handle = register_optimizer_step_pre_hook(self._note)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def of(self, parameter: Tensor) -> list[Tensor]:
+        """In the order of the steps."""
+        return [
+            torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape)
+            if raw
+            else torch.empty(shape, dtype=dtype)
+            for owner, raw, dtype, shape in self._read
+            if owner == id(parameter)
+        ]
+
+    def _note(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._copy(parameter, parameter.grad)
+
+    def _copy(self, parameter: Tensor, grad: Tensor) -> None:
+        own = _compat.has_own_dispatch(type(grad))
+        with nullcontext() if own else _compat.disable_dispatch(), torch.no_grad():
+            plain = _plain(grad.detach())
+            if plain is not None:
+                here = plain.to("cpu").contiguous()
+                raw = ctypes.string_at(here.data_ptr(), here.nbytes) if here.nbytes else b""
+                self._read.append((id(parameter), raw, here.dtype, here.shape))
+
+
+def observe(
+    reached: Reached, result: Any, others: list[Tensor], read: Read | None = None
+) -> Observed:
     """Copy what a step has left. `others`: leaves of its graph, of which some may be known."""
     found: Observed = {}
-    for name, tensor in _named(result):
-        found["result", name] = _copied(tensor)
+    for name, one in _named(result):
+        found["result", name] = _copied(one) if isinstance(one, Tensor) else _number(one)
     known = set()
     for kind, name, tensor in reached.named():
         known.add(id(tensor))
         if kind == "parameter" or tensor.requires_grad:
-            found["gradient", name] = None if tensor.grad is None else _copied(tensor.grad)
+            grad = tensor.grad if tensor.is_leaf or tensor.retains_grad else None
+            left = None if grad is None else _copied(grad)
+            steps = [] if read is None else read.of(tensor)
+            if steps and (left is None or _alike(left, steps[-1])):
+                left = steps.pop()
+            found["gradient", name] = left
+            for step, part in enumerate(steps):
+                found["gradient", f"{name} in step {step} of an optimizer"] = part
         found[kind, name] = _copied(tensor)
+    names = {id(tensor): name for _, name, tensor in reached.named()}
+    for number, optimizer in enumerate(reached.optimizers):
+        before = f"{number}: " if len(reached.optimizers) > 1 else ""
+        for parameter, entries in optimizer.state.items():
+            name = before + names.get(id(parameter), "")
+            for key, part in _named(entries):
+                if isinstance(part, Tensor):
+                    found["optimizer state", name + key] = _copied(part)
     more = [leaf for leaf in others if id(leaf) not in known]
     for place, leaf in enumerate(more):
         name = f"of leaf {place} of shape {tuple(leaf.shape)}"
         found["gradient", name] = None if leaf.grad is None else _copied(leaf.grad)
     for generator in (*default_generators(), *reached.generators):
         found["random state", _unused(found, str(generator.device))] = generator.get_state()
-    found["random state", "of Python"] = _numbers(random.getstate()[1])
+    found["random state", "of Python"] = _text(random.getstate())
     if "numpy" in sys.modules:
-        found["random state", "of NumPy"] = _numbers(
-            sys.modules["numpy"].random.get_state()[1].tolist()
-        )
+        found["random state", "of NumPy"] = _text(sys.modules["numpy"].random.get_state())
+    for place, drawn in enumerate(reached.drawn()):
+        found["random state", f"{place} of the step's own"] = _text(drawn)
     return found
 
 
@@ -89,15 +154,20 @@ def differences(plain: Observed, other: Observed) -> list[Difference]:
         if one is None or two is None or one.shape != two.shape or one.dtype != two.dtype:
             elements = max(0 if part is None else part.numel() for part in (one, two))
             found.append(Difference(kind, name, elements, elements, None))
-        elif not torch.equal(_bytes(one), _bytes(two)):
+        elif not _alike(one, two):
             changed = int((_bytes(one) != _bytes(two)).any(1).sum())
-            found.append(Difference(kind, name, changed, one.numel(), _largest(one, two)))
+            apart = None if kind == "random state" else _largest(one, two)
+            found.append(Difference(kind, name, changed, one.numel(), apart))
     extra = [key for key in other if key not in plain]
     for kind, name in extra:
         two = other[kind, name]
         if two is not None:
             found.append(Difference(kind, name, two.numel(), two.numel(), None))
     return found
+
+
+def _alike(one: Tensor, two: Tensor) -> bool:
+    return one.dtype == two.dtype and torch.equal(_bytes(one), _bytes(two))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -111,12 +181,14 @@ def _largest(one: Tensor, two: Tensor) -> float | None:
     wide = torch.complex128 if one.is_complex() else torch.float64
     apart = (one.to(wide) - two.to(wide)).abs()
     apart = apart[~apart.isnan()]
-    return float(apart.max()) if apart.numel() else None
+    largest = float(apart.max()) if apart.numel() else math.inf
+    return largest if math.isfinite(largest) else None
 
 
-def _named(item: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors in any nesting of lists, tuples and dictionaries, with their places."""
-    if isinstance(item, Tensor):
+def _named(item: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The tensors and numbers (as of `loss.item()`) in any nesting of lists, tuples, dictionaries
+    and dataclasses, with their places."""
+    if isinstance(item, Tensor | int | float | complex) or type(item).__module__ == "numpy":
         yield name, item
     elif isinstance(item, dict):
         for key, part in item.items():
@@ -144,8 +216,8 @@ def _plain(tensor: Tensor) -> Tensor | None:
         return _joined([getattr(tensor, name) for name in names])
     if tensor.is_nested:
         return _joined(tensor.unbind())
-    if tensor.is_quantized:
-        return tensor.int_repr()
+    if tensor.is_quantized:  # with its scale
+        return _joined([tensor.int_repr(), tensor.dequantize()])
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     storage = _compat.storage_of(tensor)
@@ -163,8 +235,25 @@ def _joined(parts: Iterable[Any]) -> Tensor | None:
     return torch.cat([_bytes(part.to("cpu")).flatten() for part in there])
 
 
-def _numbers(state: Any) -> Tensor:
-    return torch.tensor([int(number) for number in state], dtype=torch.int64)
+def _number(item: Any) -> Tensor:
+    """A number of Python's or an array of NumPy's, with all of its digits."""
+    if isinstance(item, float | complex):
+        wide = torch.float64 if isinstance(item, float) else torch.complex128
+        return torch.tensor(item, dtype=wide)
+    return _text(item)
+
+
+def _text(state: Any) -> Tensor:
+    """A random state of Python's or NumPy's, whole: its place in what it has drawn included."""
+    return torch.frombuffer(bytearray(repr(_listed(state)), "utf-8"), dtype=torch.uint8)
+
+
+def _listed(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _listed(part) for key, part in state.items()}
+    if isinstance(state, tuple):
+        return tuple(map(_listed, state))
+    return state.tolist() if hasattr(state, "tolist") else state  # an array, printed in full
 
 
 def _unused(found: Observed, name: str) -> str:

@@ -12,11 +12,15 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide import _compat, engine, replay
 from lowtide._compat import fakes
@@ -30,12 +34,17 @@ from lowtide.export.trials import OnTrial, device_of
 from lowtide.measure import measure
 from lowtide.plans import Plan
 from lowtide.step import Recording, nothing_recorded
-from lowtide.verifying.observed import Difference, Observed, differences, observe
+from lowtide.texttable import count_of
+from lowtide.verifying.observed import Difference, Observed, Read, differences, observe
 from lowtide.verifying.origin import Origin, Watch
 from lowtide.verifying.state import Reached
 from lowtide.verifying.verification import ALL, Verification, VerifiedStep
 
 _HALF = 0.5
+_EARLIER = (
+    "the step's backward goes on into a graph that was made before the step, and can run only "
+    "once. Make all of it in the step, or pass what was made before as x.detach().requires_grad_()."
+)
 _TRIES = 6  # limits, as each refusal names a larger one, which may be refused too
 
 
@@ -88,6 +97,8 @@ class Steps:
             steps, allowed = self._under(limit, trial.measured)
             if not self._own_backward:  # which no region can be around
                 steps.append(self._step(0, None, whole=True))
+        if any(step.differences for step in steps):
+            steps = self._once_more(steps)
         origin = None
         if any(step.differences for step in steps):
             origin = self._origin(allowed)
@@ -118,7 +129,26 @@ class Steps:
                 if limit is not None or not left or isinstance(allowed, Plan):
                     raise
                 allowed = max(error.minimum, allowed + 1)
+            except UsageError as error:
+                error.add_note(
+                    "lowtide.verify runs the step inside a budget of its limit. Without a limit, a "
+                    "step that has a budget of its own is run as it is."
+                )
+                raise
         raise AssertionError("the last try has returned or raised")
+
+    def _once_more(self, steps: list[VerifiedStep]) -> list[VerifiedStep]:
+        """Without the differences that a last plain step has too: a state that is not put back may
+        change what is left later than in the second."""
+        self._tell("the plain step once more")
+        with nothing_recorded(), _eagerly():
+            last, _ = self._measured(None)
+        known = {(one.kind, one.name) for one in self._unrepeatable}
+        more = [d for d in differences(self._plain, last) if (d.kind, d.name) not in known]
+        self._unrepeatable += more
+        known = {(one.kind, one.name) for one in more}
+        left = [tuple(d for d in s.differences if (d.kind, d.name) not in known) for s in steps]
+        return [replace(s, differences=d) for s, d in zip(steps, left, strict=True)]
 
     def _step(self, number: int, budget: Budget | None, *, whole: bool = False) -> VerifiedStep:
         """One step. `whole`: with all of it recomputed, as far as that is possible."""
@@ -157,17 +187,67 @@ class Steps:
     # ------------------------------------------------------------------ one step
 
     def _run_once(self) -> None:
-        """A plain step, which also shows whether the function runs backward itself."""
+        """A plain step, which also shows whether the function runs backward itself, and which
+        leaves there are that nothing leads to."""
         asked: list[torch.Tensor] = []
+        began: list[bool] = []
+        before, thread = _tensors(), threading.get_ident()
+
+        def unknown(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+            known = set(map(id, self._reached.leaves()))
+            there = [leaf for leaf in leaves if leaf.requires_grad and id(leaf) not in known]
+            return [leaf for leaf in there if _was_there(leaf, before)]
+
+        earlier = {t.grad_fn for t in self._reached.tensors if t.grad_fn is not None}
+
+        def beginning(
+            roots: list[torch.Tensor], leaves: list[torch.Tensor], accumulates: bool
+        ) -> None:
+            began.append(accumulates)
+            if _compat.goes_through(roots, earlier):
+                raise UsageError(_EARLIER)
+            if accumulates and (missed := unknown(leaves)):
+                raise UsageError(
+                    f"the step runs a backward for {count_of(len(missed), 'tensor')} that verify "
+                    f"does not find (the first of shape {tuple(missed[0].shape)}), so it can "
+                    "neither compare nor put back their gradients. Pass the model to the step as "
+                    "an argument, or have it in a variable that the step names."
+                )
+
+        def stepping(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if threading.get_ident() != thread and not self._reached.shares_with(optimizer):
+                return  # of something else, that another thread trains
+            back = self._reached.meet(optimizer)
+            if back is not None:
+                hooks.callback(back)
+
         with self._reached.from_here(), contextlib.ExitStack() as hooks:
+            hooks.callback(register_optimizer_step_pre_hook(stepping).remove)
             for leaf in self._reached.leaves():
                 if leaf.requires_grad:
                     hook = leaf.register_post_accumulate_grad_hook(asked.append)
                     hooks.callback(hook.remove)
-            result = self._call()
+            with _compat.before_backwards(beginning):
+                result = self._call()
             self._own_backward = bool(asked)
             asked.clear()
-            _run_backward(None if self._own_backward else loss_of(result))
+            loss = None if self._own_backward else loss_of(result)
+            if loss is not None and _compat.goes_through([loss], earlier):
+                raise UsageError(_EARLIER)
+            missed = [] if loss is None else unknown(_compat.leaves_behind([loss]))
+            gradients = [leaf.grad for leaf in missed]
+            try:
+                for leaf in missed:
+                    leaf.grad = None
+                _run_backward(loss)
+            except RuntimeError:
+                if not began:
+                    raise
+                self._own_backward = True  # by torch.autograd.grad: its graph is gone
+            finally:
+                for leaf, gradient in zip(missed, gradients, strict=True):
+                    leaf.grad = gradient
+        self._reached.tensors += missed
 
     def _forward(self, *, whole: bool) -> tuple[Any, torch.Tensor | None]:
         """What the step returns, and what its backward begins with, unless the step has run it.
@@ -182,6 +262,7 @@ class Steps:
     def _measured(self, budget: Budget | None, *, whole: bool = False) -> tuple[Observed, Trial]:
         """Take a step and measure it; returns what it has left."""
         left: list[Any] = []
+        read = Read()
 
         def step() -> None:
             with budget or nullcontext():
@@ -190,8 +271,9 @@ class Steps:
 
         with self._reached.from_here():
             gc.collect()
-            took = measure(step, device=self._device)
-            observed = observe(self._reached, *left)
+            with read.reading():
+                took = measure(step, device=self._device)
+            observed = observe(self._reached, left[0], left[1], read)
             left.clear()
         label, predicted = ALL if whole else "as it is", 0
         if budget is not None:
@@ -208,6 +290,25 @@ def _run_backward(loss: torch.Tensor | None) -> list[torch.Tensor]:
     leaves = _compat.leaves_behind([loss])
     loss.backward()
     return leaves
+
+
+def _tensors() -> dict[int, weakref.ref[Any]] | None:
+    """The tensors of the program, by their ids; none of its objects is asked for anything. None
+    under torch.distributed, whose libraries hold leaves that stand for parameters."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return None
+    found = (item for item in gc.get_objects() if issubclass(type(item), torch.Tensor))
+    return {id(tensor): weakref.ref(tensor) for tensor in found}
+
+
+def _was_there(tensor: torch.Tensor, before: dict[int, weakref.ref[Any]] | None) -> bool:
+    """Whether it is one of those of before, or older: of those that `gc.freeze` hides."""
+    if before is None:
+        return False
+    there = before.get(id(tensor))
+    if there is not None and there() is tensor:
+        return True
+    return bool(gc.get_freeze_count()) and all(item is not tensor for item in gc.get_objects())
 
 
 def _eagerly() -> contextlib.AbstractContextManager[Any]:

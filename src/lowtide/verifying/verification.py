@@ -50,8 +50,8 @@ class Verification:
         plain: the plain step, measured.
         steps: the steps with lowtide.
         compared: how many tensors were compared, by kind: "result", "gradient", "parameter",
-            "buffer", "input", "random state".
-        unrepeatable: what differs between two plain steps, of which nothing can be said.
+            "buffer", "input", "optimizer state", "random state".
+        unrepeatable: what differs between plain steps, of which nothing can be said.
         origin: the first saved tensor of the forward that came back with another content, if bits
             differ and steps that are recorded in Python show it.
     """
@@ -119,7 +119,7 @@ class Verification:
         if not self.held:
             said += f" The limit was EXCEEDED: {format_bytes(self.highest)} were measured."
         if not self.compared.get("gradient"):
-            said += " There is no gradient: the step returned nothing that requires grad."
+            said += " There is no gradient: the step left none, nor a result that requires grad."
         elif not self.replayed:
             said += " Nothing was recomputed, so little was put to the test."
         return said
@@ -149,11 +149,11 @@ class Verification:
     def _details(self) -> list[str]:
         said = []
         if self.unrepeatable:
-            said += ["", "Other bits in a second plain step, from the same state:"]
+            said += ["", "Other bits in another plain step, from the same state:"]
             said += _listed(self.unrepeatable)
             said.append(
                 "A kernel is not deterministic (torch.use_deterministic_algorithms), or the step "
-                "goes on from a state that cannot be put back: a loader, a counter, a file."
+                "goes on from a state that is not put back: a loader, an iterator, a file."
             )
         if self.differences:
             first = next(step for step in self.steps if step.differences)
