@@ -57,8 +57,9 @@ def verify(
             region, with grad disabled, or while a profiler runs.
         BudgetError: the limit cannot be kept.
 
-    It takes eight real steps by default, and memory for copies of the parameters, gradients and
-    results, in main memory, besides that of the plain step on its device. What torch.compile has
+    It takes eight real steps by default, and memory for copies of the parameters, gradients,
+    results and all other tensors that the step reaches, in main memory, besides that of the plain
+    step on its device. What torch.compile has
     compiled is compared with its eager step, as it runs eagerly inside a budget. In a process group
     call it on every rank, with a limit that each of them can keep.
 
