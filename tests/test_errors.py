@@ -287,6 +287,8 @@ def test_a_fitted_budget_whose_handle_is_lost_is_found_on_the_model() -> None:
     assert not found.active
     assert lowtide.FittedBudget.of(model) is None
     assert "forward" not in vars(model)
+    with pytest.raises(lowtide.UsageError, match=r"FittedBudget\.of takes a torch\.nn\.Module"):
+        lowtide.FittedBudget.of(3)  # type: ignore[arg-type]
 
 
 def test_what_is_entered_and_what_is_a_backend_are_told_apart() -> None:

@@ -129,6 +129,7 @@ class FittedBudget(Removable):
     def of(cls, model: torch.nn.Module) -> FittedBudget | None:
         """Return the budget that a model has, if what `fit` returned is lost, as when a cell of a
         notebook runs again; None if it has none."""
+        check_model(model, "lowtide.FittedBudget.of", "`with lowtide.budget(limit):`")
         present = budget_on(model)
         if present is None:
             return None

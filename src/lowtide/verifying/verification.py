@@ -75,7 +75,8 @@ class Verification:
 
     @property
     def held(self) -> bool:
-        """Whether no step took more than its limit."""
+        """Whether no step took more than its limit. All that the function allocates counts here,
+        also after its last backward (the first state of an optimizer), where a limit has ended."""
         return self.limit is None or self.highest <= self.limit
 
     @property
