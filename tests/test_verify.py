@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 import lowtide
 from against_plain import unseen
+from lowtide import engine
 from lowtide.cli import main
 from lowtide.errors import BudgetError, CompiledWarning, UsageError
+from lowtide.step import recorded_by
 from lowtide.verifying.observed import Difference, differences, observe
 from lowtide.verifying.state import Reached
 from lowtide.verifying.verification import ALL, Verification
@@ -644,6 +646,25 @@ def test_nested_tensors_are_compared_by_their_parts() -> None:
             two = torch.nested.nested_tensor([rows[0], 2 * rows[1]], layout=layout)
         assert not differences(observed(one), observed(one))
         assert differences(observed(one), observed(two))
+
+
+def test_what_records_a_step_is_replaced_on_its_own_thread_alone() -> None:
+    made: list[str] = []
+
+    def make(tape: Any) -> Any:
+        made.append(threading.current_thread().name)
+        return engine.new_recorder(tape)
+
+    def step() -> None:
+        lowtide.checkpoint(torch.sin, torch.ones(2, requires_grad=True)).sum().backward()
+
+    with recorded_by(make):
+        step()
+        other = threading.Thread(target=step)
+        other.start()
+        other.join()
+    step()
+    assert made == [threading.current_thread().name]
 
 
 # --- errors --------------------------------------------------------------------------------------

@@ -44,9 +44,25 @@ RUNS_LATER = (GeneratorType, CoroutineType, AsyncGeneratorType)
 class _Open(threading.local):
     recorder: Recorder | None = None
     off = False  # whether regions and budgets are to have no effect
+    make: Callable[[Tape], Recorder] | None = None  # see `recorded_by`
 
 
 _open = _Open()
+
+
+@contextmanager
+def recorded_by(make: Callable[[Tape], Recorder]) -> Iterator[None]:
+    """On this thread, `make` the recorder of each recording that is opened inside, but for those
+    of dry runs, which have one of their own."""
+    before, _open.make = _open.make, make
+    try:
+        yield
+    finally:
+        _open.make = before
+
+
+def _new_recorder(tape: Tape) -> Recorder:
+    return (_open.make or engine.new_recorder)(tape)
 
 
 def current_recorder() -> Recorder | None:
@@ -121,7 +137,7 @@ class Recording:
     __slots__ = ("_recorder", "tape")
 
     # A dry run replaces this.
-    new_recorder: Callable[[Tape], Recorder] = staticmethod(engine.new_recorder)
+    new_recorder: Callable[[Tape], Recorder] = staticmethod(_new_recorder)
 
     def __init__(self, decisions: Decisions, policy: Any = None, *, timed: bool = False) -> None:
         self.tape = Tape(decisions, Region(None, policy), timed=timed)

@@ -186,9 +186,12 @@ def _with_a_graph(result: Any) -> list[torch.Tensor]:
 
 
 @contextmanager
-def _module_calls(observer: Watching) -> Iterator[None]:
-    before = nn.modules.module.register_module_forward_pre_hook(observer.enter)
-    after = nn.modules.module.register_module_forward_hook(observer.leave, always_call=True)
+def module_calls(
+    enter: Callable[[nn.Module, Any], None], leave: Callable[..., None]
+) -> Iterator[None]:
+    """Call `enter` before the forward of each module that is called inside, and `leave` after."""
+    before = nn.modules.module.register_module_forward_pre_hook(enter)
+    after = nn.modules.module.register_module_forward_hook(leave, always_call=True)
     try:
         yield
     finally:
@@ -204,7 +207,8 @@ def record(
 ) -> None:
     """Forward and backward under an observer; `begin` is called with the open recorder."""
     decisions = _Everything(observer)
-    with _module_calls(observer), recording(decisions, timed=begin is None) as tape:
+    calls = module_calls(observer.enter, observer.leave)
+    with calls, recording(decisions, timed=begin is None) as tape:
         assert tape.recorder is not None
         decisions.live = tape.recorder.live
         observer.attach(tape.recorder)

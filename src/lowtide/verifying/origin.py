@@ -23,8 +23,9 @@ from torch import nn
 from lowtide import _compat
 from lowtide.dryrun.lines import line_of_caller
 from lowtide.dryrun.standins import OUTSIDE, OWN
+from lowtide.dryrun.watching import module_calls
 from lowtide.replay import unpack
-from lowtide.step import Recording
+from lowtide.step import recorded_by
 from lowtide.tape.recorder import Recorder
 from lowtide.tape.values import Handle
 
@@ -92,16 +93,8 @@ class Watch:
                 watch._unpacked(packed, tensor)
                 return tensor
 
-        new_recorder = Recording.__dict__["new_recorder"]
-        Recording.new_recorder = Comparing
-        before = nn.modules.module.register_module_forward_pre_hook(self._enter)
-        after = nn.modules.module.register_module_forward_hook(self._leave, always_call=True)
-        try:
+        with recorded_by(Comparing), module_calls(self._enter, self._leave):
             yield
-        finally:
-            before.remove()
-            after.remove()
-            Recording.new_recorder = new_recorder
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         outer = self._inside[-1] if self._inside else OUTSIDE

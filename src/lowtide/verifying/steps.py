@@ -33,7 +33,9 @@ from lowtide.export.document import Trial
 from lowtide.export.trials import OnTrial, device_of
 from lowtide.measure import measure
 from lowtide.plans import Plan
-from lowtide.step import Recording, nothing_recorded
+from lowtide.step import nothing_recorded, recorded_by
+from lowtide.tape.recorder import Recorder
+from lowtide.tape.tape import Tape
 from lowtide.texttable import count_of
 from lowtide.verifying.observed import Difference, Observed, Read, differences, observe
 from lowtide.verifying.origin import Origin, Watch
@@ -338,14 +340,10 @@ def _replays() -> Iterator[list[int]]:
 def _recordings() -> Iterator[list[None]]:
     """Has an entry for each recording that is opened inside."""
     found: list[None] = []
-    new_recorder = Recording.__dict__["new_recorder"]
 
-    def counted(tape: Any) -> Any:
+    def counted(tape: Tape) -> Recorder:
         found.append(None)
         return engine.new_recorder(tape)
 
-    Recording.new_recorder = staticmethod(counted)
-    try:
+    with recorded_by(counted):
         yield found
-    finally:
-        Recording.new_recorder = new_recorder
