@@ -733,6 +733,30 @@ def test_an_error_of_the_step_is_its_own_and_all_is_put_back() -> None:
     assert lowtide.verify(loss_of, model, x, steps=1)
 
 
+class _Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise RuntimeError("of the user's own")
+
+
+def test_an_error_of_a_backward_after_one_in_the_forward_is_its_own() -> None:
+    """It is not taken for a graph that the step has used up itself, whose gradients are not
+    compared."""
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+
+    def step() -> Tensor:
+        torch.autograd.grad(model(x).sum(), model.weight)
+        out: Tensor = _Failing.apply(model(x))
+        return out.sum()
+
+    with pytest.raises(RuntimeError, match="of the user's own"):
+        lowtide.verify(step)
+
+
 # --- the command line ----------------------------------------------------------------------------
 
 PROGRAM = """

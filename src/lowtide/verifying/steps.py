@@ -47,6 +47,7 @@ _EARLIER = (
     "the step's backward goes on into a graph that was made before the step, and can run only "
     "once. Make all of it in the step, or pass what was made before as x.detach().requires_grad_()."
 )
+_GONE = "backward through the graph a second time"  # what torch says of a graph that was used up
 _TRIES = 6  # limits, as each refusal names a larger one, which may be refused too
 
 
@@ -242,8 +243,8 @@ class Steps:
                 for leaf in missed:
                     leaf.grad = None
                 _run_backward(loss)
-            except RuntimeError:
-                if not began:
+            except RuntimeError as error:
+                if not began or _GONE not in str(error):  # an error of the step's own
                     raise
                 self._own_backward = True  # by torch.autograd.grad: its graph is gone
             finally:
