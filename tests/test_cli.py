@@ -32,7 +32,10 @@ from test_packaging import PACKAGE, ROOT
 
 pytestmark = on_one_recorder
 
-VERBS = ("saved", "explain", "plan", "curve", "run", "verify", "report", "trace", "snapshot")
+VERBS = (
+    *("saved", "explain", "plan", "curve", "batch"),
+    *("run", "verify", "report", "trace", "snapshot"),
+)
 
 PROGRAM = """
 import torch
@@ -649,7 +652,7 @@ def test_every_verb_says_what_it_takes(verb: str, capsys: pytest.CaptureFixture[
     told = capsys.readouterr().out
     assert f"usage: lowtide {verb}" in told
     # Percent signs in a help text are not taken for a format.
-    assert ("0.5 or 50%" in " ".join(told.split())) == (verb not in ("saved", "curve"))
+    assert ("0.5 or 50%" in " ".join(told.split())) == (verb not in ("saved", "curve", "batch"))
 
 
 def test_the_reference_has_every_option(capsys: pytest.CaptureFixture[str]) -> None:

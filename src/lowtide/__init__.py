@@ -37,6 +37,7 @@ from lowtide.explain import Explanation, explain, format_explanation, print_expl
 from lowtide.fitting import FittedBudget, fit
 from lowtide.frontier import Curve, curve
 from lowtide.inductor import CompileBudget, CompileReport
+from lowtide.largest import LargestBatch, largest_batch
 from lowtide.levels import Levels, checkpoint_levels, find_levels
 from lowtide.measure import Measurement, measure
 from lowtide.modules import (
@@ -97,6 +98,7 @@ __all__ = [
     "Explanation",
     "FittedBudget",
     "KeptWarning",
+    "LargestBatch",
     "Levels",
     "LowtideError",
     "LowtideWarning",
@@ -123,6 +125,7 @@ __all__ = [
     "fit",
     "format_explanation",
     "format_saved_tensors",
+    "largest_batch",
     "load_plan",
     "measure",
     "name",

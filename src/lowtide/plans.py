@@ -347,8 +347,8 @@ def plan(
     return plan_step(step, wanted)
 
 
-def plan_step(step: Dry, limit: int | float | None) -> Plan:
-    """Plan a step that a dry run saw already."""
+def plan_step(step: Dry, limit: int | float | None, prove: bool = True) -> Plan:
+    """Plan a step that a dry run saw already; without `prove`, a better bound is not looked for."""
     graph = step.graph
     plain = Plan(step, keep_all(graph), None, 0.0, "plain", 0.0)
     if limit is None:
@@ -365,7 +365,7 @@ def plan_step(step: Dry, limit: int | float | None) -> Plan:
         graph,
         limit,
         margin=limit - room,
-        prove=True,
+        prove=prove,
         polish_with=engine.annealing(),
         cut_with=engine.cutting(),
     )

@@ -15,11 +15,11 @@ import sys
 from collections.abc import Sequence
 
 import lowtide
-from lowtide.cli import curve, explain, plan, report, run, saved, snapshot, trace, verify
+from lowtide.cli import batch, curve, explain, plan, report, run, saved, snapshot, trace, verify
 from lowtide.cli.arguments import of_default_limit
 from lowtide.errors import BudgetError, LowtideError
 
-_VERBS = (saved, explain, plan, curve, run, verify, report, trace, snapshot)
+_VERBS = (saved, explain, plan, curve, batch, run, verify, report, trace, snapshot)
 _WIDTH = 500
 
 
@@ -83,8 +83,9 @@ def _write_any_text() -> None:
 
 
 def _one_line(error: LowtideError) -> str:
-    """Cut a long text in the middle: the way out is at its end."""
-    text = " ".join(str(error).split())
+    """The error and what was added to it. A long text is cut in the middle: the way out is at its
+    end."""
+    text = " ".join(" ".join((str(error), *getattr(error, "__notes__", ()))).split())
     if len(text) <= _WIDTH:
         return text
     begin, end = text[: _WIDTH // 2].rsplit(" ", 1)[0], text[-_WIDTH // 2 :].split(" ", 1)[-1]

@@ -68,26 +68,45 @@ def load(text: str, shapes: Sequence[str] = (), settings: Sequence[str] = ()) ->
     Raises:
         UsageError: it cannot be found, cannot be called, or does not return a step.
     """
+    return made_of(text, find(text), shapes, settings)
+
+
+def find(text: str) -> Any:
+    """What a target names."""
     home, colon, name = text.rpartition(":")
     if not colon or not home or not name:
         raise UsageError(f"cannot read the target {text!r}. {_WAY_OUT}.")
-    found = _named(_module(home, text), name, text)
+    return _named(_module(home, text), name, text)
+
+
+def made_of(text: str, found: Any, shapes: Sequence[str], settings: Sequence[str]) -> Target:
+    """The step that `found` makes."""
+    model = model_of(text, found, shapes, settings)
+    if model is None:
+        return _of_result(text, found, settings)
+    return of_model(text, model, shapes)
+
+
+def model_of(
+    text: str, found: Any, shapes: Sequence[str], settings: Sequence[str]
+) -> nn.Module | None:
+    """The model that `found` is or makes, for inputs of these shapes; None if it makes its own
+    batch."""
     if inspect.isclass(found) and issubclass(found, nn.Module):
-        return _of_class(text, found, shapes, settings)
+        return _built(text, found, shapes, settings)
     if isinstance(found, nn.Module):
-        return _of_model(text, found, shapes)
-    if settings or shapes:
-        if not callable(found):
-            raise UsageError(f"{text} is {_kind(found)}, not a class or function.")
-        if shapes:
-            made = _of_users(text, lambda: found(**_settings(settings)), _ARGUMENTS)
-            if isinstance(made, nn.Module):
-                return _of_model(text, made, shapes)
-            raise UsageError(
-                f"{text} returned {_kind(made)}: --shape needs a model. Leave --shape "
-                "out if the function makes its own batch."
-            )
-    return _of_result(text, found, settings)
+        return found
+    if (settings or shapes) and not callable(found):
+        raise UsageError(f"{text} is {_kind(found)}, not a class or function.")
+    if not shapes:
+        return None
+    made = _of_users(text, lambda: found(**_settings(settings)), _ARGUMENTS)
+    if isinstance(made, nn.Module):
+        return made
+    raise UsageError(
+        f"{text} returned {_kind(made)}: --shape needs a model. Leave --shape "
+        "out if the function makes its own batch."
+    )
 
 
 def _module(home: str, text: str) -> ModuleType:
@@ -175,7 +194,7 @@ def _of_result(text: str, found: Any, settings: Sequence[str]) -> Target:
     if isinstance(made, tuple) and len(made) == 2 and callable(made[0]):
         return _with_batch(text, made[0], made[1])
     if isinstance(made, nn.Module):
-        return _of_model(text, made, ())
+        return of_model(text, made, ())
     if callable(made):
         return Target(text, made, (), {})
     raise UsageError(
@@ -237,9 +256,9 @@ def _loss(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 # ---------------------------------------------------------------------------- classes by name
 
 
-def _of_class(
+def _built(
     text: str, cls: type[nn.Module], shapes: Sequence[str], settings: Sequence[str]
-) -> Target:
+) -> nn.Module:
     if not shapes:
         raise UsageError(
             f"{text} is a class: give the shape of its input, for instance --shape 2x3x224x224, "
@@ -254,7 +273,8 @@ def _of_class(
         return cls(**named) if config is None else cls(_configured(config, named))
 
     _check_room(text, build)
-    return _of_model(text, _of_users(text, build, _ARGUMENTS), shapes)
+    model: nn.Module = _of_users(text, build, _ARGUMENTS)
+    return model
 
 
 def _configured(config: Callable[..., Any], named: dict[str, Any]) -> Any:
@@ -296,7 +316,8 @@ def _check_room(text: str, build: Callable[[], nn.Module]) -> None:
         )
 
 
-def _of_model(text: str, model: nn.Module, shapes: Sequence[str]) -> Target:
+def of_model(text: str, model: nn.Module, shapes: Sequence[str]) -> Target:
+    """The step of a model on random inputs of these shapes."""
     if not shapes:
         raise UsageError(
             f"{text} is a model without a batch. Return (model, batch), or add --shape."

@@ -106,7 +106,7 @@ def dry_run(
         )
     if isinstance(step, Dry):
         if real:
-            _tell_of_no_loss(step)
+            tell_of_no_loss(step)
         return step
     reason = step
     # If the error is the user's own, the real step raises it again.
@@ -115,7 +115,7 @@ def dry_run(
     finally:
         _compat.dry_run.outputs.clear()
     _tell_of_a_real_step(reason, moved)
-    _tell_of_no_loss(step)
+    tell_of_no_loss(step)
     return step
 
 
@@ -164,7 +164,7 @@ def _tell_of_a_real_step(reason: str, moved: int) -> None:
     )
 
 
-def _tell_of_no_loss(step: Dry) -> None:
+def tell_of_no_loss(step: Dry) -> None:
     if step.lossless:
         warnings.warn(
             "the step saved tensors for a backward, but returned nothing that a backward could "
