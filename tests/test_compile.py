@@ -472,3 +472,12 @@ def test_a_package_of_aotinductors(tmp_path: Path) -> None:
         return ((scale * made).sin() * (made * 0.1).exp()).sum()
 
     check_gradient(region, scale)
+
+
+def test_a_dry_run_is_silent_about_hooks_of_its_own() -> None:
+    """torch warns where hooks on all modules are on when a compiled module is called."""
+    model = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.GELU()), backend="eager")
+    with pytest.warns() as caught:
+        plan = lowtide.plan(model, torch.randn(8, 4))
+    assert {each.category for each in caught} <= {CompiledWarning}
+    assert len(plan.step.graph.ops) == 2

@@ -235,7 +235,7 @@ class _Sizes:
             try:
                 found = self._steps[count] = self._run(count * self._unit)
             except UsageError as error:
-                if not self._steps:
+                if not self._steps and isinstance(error.__cause__, ValueError):
                     error.add_note(
                         f"That was a batch of {count_of(self._unit, 'sample')}, the smallest. If "
                         "the step needs more (a normalization of one value does), multiple_of=2, "

@@ -9,6 +9,7 @@ limit that is never reached, which look at times and room.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -193,7 +194,11 @@ def module_calls(
     before = nn.modules.module.register_module_forward_pre_hook(enter)
     after = nn.modules.module.register_module_forward_hook(leave, always_call=True)
     try:
-        yield
+        with warnings.catch_warnings():
+            # Of a compiled module, that it has two calls: of the user's hooks there are none here.
+            about_hooks = r"Using `torch\.compile\(module\)` when there are global hooks"
+            warnings.filterwarnings("ignore", message=about_hooks)
+            yield
     finally:
         before.remove()
         after.remove()
