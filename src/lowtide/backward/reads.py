@@ -38,65 +38,102 @@ def look_at_reads(
         summed: dimensions along which the gradient that it gives is expanded, see `summed`.
         anew: whether the gradient of a value that is read as a whole is made anew for this read.
     """
-    receivers: list[int] = []
-    whole, besides, scattered = [], 0, 0
-    views: list[tuple[int, int]] = []
-    turned: list[int] = []
-    remade: list[int] = []
-    pieces: list[tuple[int, int]] = []
-    split: list[int] = []
-    arrived: Counter[int] = Counter()
-    unmade: list[tuple[int, int, int]] = []
+    handed_on = log.name == "aten::clone" or len(tensors) > 1
+    reads = _Reads(summed, anew, handed_on)
     for ref, tensor in zip(refs, tensors, strict=True):
-        if not tensor.requires_grad:
-            continue
-        value = ref.value
+        if tensor.requires_grad:
+            if chunks:  # the gradients of all its chunks, until they are joined
+                reads.besides += tensor.numel() * tensor.element_size()
+            reads.look(ref.value, tensor, bool(log.through) and tensor is tensors[0])
+    reads.note(log)
+
+
+class _Reads:
+    """What is known of the inputs of one operation that were looked at."""
+
+    def __init__(
+        self,
+        summed: Collection[int],
+        anew: Callable[[Value, torch.Tensor], bool],
+        handed_on: bool,
+    ) -> None:
+        self._summed, self._anew, self._handed_on = summed, anew, handed_on
+        self._receivers: list[int] = []
+        self._whole: list[int] = []
+        self._views: list[tuple[int, int]] = []
+        self._turned: list[int] = []
+        self._remade: list[int] = []
+        self._pieces: list[tuple[int, int]] = []
+        self._split: list[int] = []
+        self._unmade: list[tuple[int, int, int]] = []
+        self._arrived: Counter[int] = Counter()
+        self._scattered = 0
+        self.besides = 0
+
+    def look(self, value: Value | None, tensor: torch.Tensor, through: bool) -> None:
+        """One more input, which requires grad; `through`: its gradient is that of the result."""
         number = -1 if value is None else value.number
         nbytes = tensor.numel() * tensor.element_size()
-        if chunks:
-            besides += nbytes  # the gradients of all its chunks, until they are joined
-        if value is not None and number >= 0 and not (log.through and tensor is tensors[0]):
+        if value is not None and number >= 0 and not through:
             if nbytes == value.nbytes:
-                whole.append(number)
-                view, _ = _compat.first_view(tensor)
-                if view is not None:
-                    views.append((number, view))
-                    straight = tensor.is_contiguous()
-                    if (summed or not straight) and _compat.base_is_contiguous(tensor):
-                        copied, arrives = _through_views(tensor, summed)
-                        if copied:
-                            remade.append(number)
-                        if not (arrives or straight):
-                            turned.append(number)
-                elif anew(value, tensor):
-                    besides += value.nbytes
+                self._look_at_whole(value, tensor)
             elif nbytes < value.nbytes:
-                made = _compat.gradient_of_part(tensor)
-                if made == "own":
-                    number = -1
-                elif made in ("joined", "stacked"):
-                    pieces.append((number, nbytes))
-                    if made == "joined":
-                        split.append(number)
-                else:
-                    besides += _made_for(tensor, value.nbytes, arrived)
-            if nbytes > value.nbytes and _scattered(tensor):
-                # Added by the places of its elements, of all of the whole and of the windows. What
-                # a copy was given is handed on, that of a product is turned: made contiguous here.
-                places = torch.long.itemsize * (nbytes + value.nbytes) // tensor.element_size()
-                handed = nbytes if log.name == "aten::clone" or len(tensors) > 1 else 0
-                scattered = max(scattered, value.nbytes + places + handed)
+                number = self._look_at_part(value, tensor, nbytes)
+            elif _scattered(tensor):
+                self._look_at_windows(value, tensor, nbytes)
         elif value is not None and value.op is None and nbytes == value.nbytes:
             maker = _compat.made_by(tensor)
             if maker is not None:
-                unmade.append((maker, nbytes, len(receivers)))
-        receivers.append(number)
-    log.receivers, log.whole = tuple(receivers), tuple(whole)
-    log.views, log.turned, log.remade = tuple(views), tuple(turned), tuple(remade)
-    log.pieces = tuple([number for number, _ in pieces])
-    log.piece_sizes = tuple([nbytes for _, nbytes in pieces])
-    log.split, log.unmade = tuple(split), tuple(unmade)
-    log.besides += besides + scattered  # one after another
+                self._unmade.append((maker, nbytes, len(self._receivers)))
+        self._receivers.append(number)
+
+    def _look_at_whole(self, value: Value, tensor: torch.Tensor) -> None:
+        number = value.number
+        self._whole.append(number)
+        view, _ = _compat.first_view(tensor)
+        if view is None:
+            if self._anew(value, tensor):
+                self.besides += value.nbytes
+            return
+        self._views.append((number, view))
+        straight = tensor.is_contiguous()
+        if (self._summed or not straight) and _compat.base_is_contiguous(tensor):
+            copied, arrives = _through_views(tensor, self._summed)
+            if copied:
+                self._remade.append(number)
+            if not (arrives or straight):
+                self._turned.append(number)
+
+    def _look_at_part(self, value: Value, tensor: torch.Tensor, nbytes: int) -> int:
+        """The number of the value that the part's gradient counts for."""
+        made = _compat.gradient_of_part(tensor)
+        if made == "own":
+            return -1
+        if made in ("joined", "stacked"):
+            self._pieces.append((value.number, nbytes))
+            if made == "joined":
+                self._split.append(value.number)
+        else:
+            self.besides += _made_for(tensor, value.nbytes, self._arrived)
+        return value.number
+
+    def _look_at_windows(self, value: Value, tensor: torch.Tensor, nbytes: int) -> None:
+        """Overlapping windows: added by the places of their elements, of all of the whole and of
+        the windows. What a copy was given is handed on, that of a product is turned: made
+        contiguous here."""
+        places = torch.long.itemsize * (nbytes + value.nbytes) // tensor.element_size()
+        handed = nbytes if self._handed_on else 0
+        self._scattered = max(self._scattered, value.nbytes + places + handed)
+
+    def note(self, log: OpLog) -> None:
+        """Write all of it into the operation's log."""
+        log.receivers, log.whole = tuple(self._receivers), tuple(self._whole)
+        log.views, log.turned = tuple(self._views), tuple(self._turned)
+        log.remade = tuple(self._remade)
+        log.pieces = tuple([number for number, _ in self._pieces])
+        log.piece_sizes = tuple([nbytes for _, nbytes in self._pieces])
+        log.split, log.unmade = tuple(self._split), tuple(self._unmade)
+        log.besides += self.besides + self._scattered  # one after another
 
 
 def _made_for(tensor: torch.Tensor, whole: int, arrived: Counter[int]) -> int:

@@ -10,17 +10,20 @@ decides what to do with each call.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from lowtide import _compat
+from lowtide._compat import switches
+from lowtide.tape.generators import states_before
 from lowtide.tape.known import Entry, is_lazy, weak_value
 from lowtide.tape.operators import Facts
 from lowtide.tape.regions import Region
 from lowtide.tape.saves import Saves
-from lowtide.tape.values import Operation, Ref, Value, flatten
-from lowtide.tape.writes import FILLED
+from lowtide.tape.values import Operation, RareOperation, Ref, Value, flatten
+from lowtide.tape.writes import FILLED, reads_moved
 
 Tensor = torch.Tensor
 
@@ -33,6 +36,65 @@ class Encoding(Saves):
 
     _filled: tuple[Tensor, ...] = ()  # arguments that the call overwrites, whatever was in them
     _beyond = False  # the call may read all of the memory that an argument is a part of
+    _switches: tuple[object, ...] = ()
+    draws: Callable[[], None] | None = None  # called before a random state is read
+    drawn: Callable[[], None] | None = None  # called when it was read
+
+    # ------------------------------------------------------------------ operations
+
+    def _operation(
+        self,
+        facts: Facts,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        written: list[tuple[Entry, int | str]],
+        statistics: tuple[int, ...],
+    ) -> tuple[RareOperation | None, dict[int, Ref] | None]:
+        """The record of a call, and the references through which it writes; None of one that cannot
+        be replayed."""
+        moved = self._moves_state(facts, written, args)
+        if not (moved or self._can_be_made(facts, written, args, bool(statistics))):
+            return None, None
+        if statistics and reads_moved(args, statistics):
+            return None, None  # a replay moves scratch memory instead, and would read it unmoved
+        refs: list[Ref] = []
+        template = list(args)
+        read = self._read_of(written) if written else []
+        if facts.statistics is not None and not statistics:
+            self._freeze(template, facts.statistics[:2])
+        self._freeze(template, moved)
+        named = self._encode_around(args, kwargs, facts, template, refs, statistics, written)
+        through = None
+        if named is not None:
+            through = {} if moved else self._write_refs(facts, written, refs, bool(statistics))
+        if named is None or through is None:
+            if refs:
+                self._not_read(written, read)
+            return None, None
+        draws: Any = ()
+        if facts.random:
+            if self.draws is not None:
+                self.draws()
+            draws = states_before(args, kwargs, any_of_them=facts.handed)
+            if draws is None:
+                return None, None
+        ambient = self._ambient() if facts.ambient else None
+        op = RareOperation(
+            facts, template, named, refs, self.sequence, torch.is_grad_enabled(), ambient
+        )
+        op.draws = draws or ()
+        op.casting = _compat.casting_now()
+        op.writes.extend((template[place], nowhere()) for place in moved)
+        if draws and self.drawn is not None:
+            self.drawn()
+        return op, through
+
+    def _ambient(self) -> tuple[object, ...]:
+        """The global switches; one object while they stay the same, which is fast to compare."""
+        state = switches.ambient()
+        if state != self._switches:
+            self._switches = state
+        return self._switches
 
     # ------------------------------------------------------------------ arguments
 

@@ -20,8 +20,7 @@ from lowtide import _compat
 from lowtide._compat import switches
 from lowtide.policies import OperationInfo, keeps
 from lowtide.tape import bodies, trials
-from lowtide.tape.encoding import nowhere
-from lowtide.tape.generators import alone, copy_to_draw_from, given, put, states_before
+from lowtide.tape.generators import alone, copy_to_draw_from, given, put
 from lowtide.tape.handed import Handed
 from lowtide.tape.known import Entry
 from lowtide.tape.operators import FACTS, Facts, facts_of, hidden_statistics
@@ -30,7 +29,7 @@ from lowtide.tape.retry import called_with_room
 from lowtide.tape.sharded import is_freed
 from lowtide.tape.streams import put_on, read_unrecorded
 from lowtide.tape.values import Operation, RareOperation, Ref, Value, tensors_in
-from lowtide.tape.writes import Behind, reads_moved
+from lowtide.tape.writes import Behind
 
 if TYPE_CHECKING:
     from lowtide.tape.tape import Tape
@@ -72,9 +71,8 @@ class Recorder(Handed, _compat.Mode):
         self.before: Callable[[Facts, Any, Any, Any], None] | None = None  # called before each call
         # Called before each call that is not recorded, and after it.
         self.kept: Callable[[Facts, Any, Any, bool], None] | None = None
-        self.draws: Callable[[], None] | None = None  # called before a random state is read
-        self.drawn: Callable[[], None] | None = None  # called when it was read
-        self._switches: tuple[object, ...] = ()
+        self.draws = self.drawn = None
+        self._switches = ()
 
     # ------------------------------------------------------------------ operators
 
@@ -203,46 +201,11 @@ class Recorder(Handed, _compat.Mode):
     def _run_recorded(
         self, facts: Facts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        refs: list[Ref] = []
         statistics = hidden_statistics(facts, args) if facts.statistics is not None else ()
         written = self._written(facts, args, kwargs, statistics)
-        template, named = list(args), kwargs
-        moved = self._moves_state(facts, written, args)
-        known = bool(moved) or self._can_be_made(facts, written, args, bool(statistics))
-        if statistics and reads_moved(args, statistics):
-            known = False  # a replay moves scratch memory instead, and would read it unmoved
-        if known:
-            read = self._read_of(written) if written else []
-            if facts.statistics is not None and not statistics:
-                self._freeze(template, facts.statistics[:2])
-            self._freeze(template, moved)
-            found = self._encode_around(args, kwargs, facts, template, refs, statistics, written)
-            known = found is not None
-            named = found or kwargs
-        through = None
-        if known:
-            through = {} if moved else self._write_refs(facts, written, refs, bool(statistics))
-        if through is None and refs:
-            self._not_read(written, read)
-        if facts.random and through is not None and self.draws is not None:
-            self.draws()
-        draws: Any = ()
-        if facts.random and known:
-            draws = states_before(args, kwargs, any_of_them=facts.handed)
-        if draws is None:
-            through = None
-        op: RareOperation | None = None
-        if through is not None:
-            op = RareOperation(facts, template, named, refs, self.sequence,
-                               torch.is_grad_enabled(),
-                               self._ambient() if facts.ambient else None)  # fmt: skip
-            op.draws = draws or ()
-            op.casting = _compat.casting_now()
-            op.writes.extend((template[place], nowhere()) for place in moved)
-            if draws and self.drawn is not None:
-                self.drawn()
-            if self.accelerated:
-                put_on(op, args, kwargs)
+        op, through = self._operation(facts, args, kwargs, written, statistics)
+        if self.accelerated and op is not None:
+            put_on(op, args, kwargs)
         elif self.accelerated:
             read_unrecorded(self, args, kwargs)
         if facts.chunks:
@@ -250,9 +213,8 @@ class Recorder(Handed, _compat.Mode):
         behind = self._behind(facts, written, args, kwargs, statistics)
         for entry, place in written:
             if place != facts.fills_saved:
-                unnoticed = behind.get(entry.key)
                 hidden = place in statistics and place not in facts.writes
-                hidden = hidden or facts.unversioned or _of_external(unnoticed)
+                hidden = hidden or facts.unversioned or _of_external(behind.get(entry.key))
                 self._overwriting(entry, hidden)
         if self.before is not None and (facts.makes or not written):
             self.before(facts, func, args, kwargs)
@@ -267,6 +229,31 @@ class Recorder(Handed, _compat.Mode):
         if op is not None:
             self.sequence += 1
         made: list[Value] = []
+        filled = self._wrote(op, through, facts, kwargs, written, behind, made)
+        self._register(op, result, made)
+        if facts.tried_out and self._tries_out(args):
+            for value in made:
+                value.op = None  # for decisions it was recorded, for replays it was not
+        if facts.blank or facts.constant:
+            self._know_blank(result, facts.constant)
+        if op is not None:
+            self.decisions.produced(op, made, self.region, args, kwargs)
+            if filled is not None and facts.fills_saved is not None:
+                self._saved_before(filled, args[facts.fills_saved])
+        return result
+
+    def _wrote(
+        self,
+        op: RareOperation | None,
+        through: dict[int, Ref] | None,
+        facts: Facts,
+        kwargs: dict[str, Any],
+        written: list[tuple[Entry, int | str]],
+        behind: dict[int, Behind],
+        made: list[Value],
+    ) -> Entry | None:
+        """Give each storage that a call wrote its new value; and the one, if any, whose memory it
+        filled for a result that autograd had saved before."""
         filled: Entry | None = None
         for entry, place in written:
             old = self.value_in(entry) if place == facts.fills_saved else None
@@ -278,17 +265,7 @@ class Recorder(Handed, _compat.Mode):
             elif old is not None:
                 self._rebind(old, self.value_in(entry))
                 filled = entry
-        self._register(op, result, made)
-        if facts.tried_out and self._tries_out(args):
-            for value in made:
-                value.op = None  # for decisions it was recorded, for replays it was not
-        if facts.blank or facts.constant:
-            self._know_blank(result, facts.constant)
-        if op is not None:
-            self.decisions.produced(op, made, self.region, args, kwargs)
-        if op is not None and filled is not None and facts.fills_saved is not None:
-            self._saved_before(filled, args[facts.fills_saved])
-        return result
+        return filled
 
     def _know_blank(self, result: Any, constant: bool) -> None:
         """Memory was allocated and not initialized, or with a constant that is not recorded."""
@@ -326,13 +303,6 @@ class Recorder(Handed, _compat.Mode):
         """A call that raises may have written a part already, which cannot be replayed."""
         for entry, _ in written:
             self._rewritten(None, None, entry, [])
-
-    def _ambient(self) -> tuple[object, ...]:
-        """The global switches; one object while they stay the same, which is fast to compare."""
-        state = switches.ambient()
-        if state != self._switches:
-            self._switches = state
-        return self._switches
 
     def _run_unrecorded(
         self, facts: Facts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
