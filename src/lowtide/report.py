@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lowtide.errors import BudgetError
-from lowtide.limits import format_bytes, format_limit
+from lowtide.limits import exact_bytes, format_bytes, format_limit
 from lowtide.planner import Graph, Simulation, Simulator, plain_peak
 from lowtide.texttable import count_of
 
@@ -193,8 +193,8 @@ def too_small(
         f"{_does_not_fit(limit, before)} At operation {count} of the forward ({name}), "
         f"{format_bytes(live)} are allocated of which nothing more can be dropped{making}. What "
         f"has run so far needs at least {format_bytes(least)} with its backward; the rest of the "
-        f"step is not known yet. A limit that gets past this operation is {named} bytes "
-        f"({format_bytes(named)}); what comes after it may need more. "
+        f"step is not known yet. A limit that gets past this operation is "
+        f"{exact_bytes(named)}; what comes after it may need more. "
         "lowtide.plan(step, batch).minimum_peak is the smallest for the whole step, found without "
         "running it. Use a smaller batch or a larger limit.",
         limit=limit,
@@ -261,8 +261,8 @@ def refusal(
     way_out += "" if modules else _WHERE
     return BudgetError(
         f"{_does_not_fit(limit, before)} Its plain peak is {format_bytes(plain)}. "
-        f"The smallest limit known to suffice is {minimum} bytes "
-        f"({format_bytes(minimum)}): its peak is {_stands(graph, result.peak_at, modules)}, "
+        f"The smallest limit known to suffice is "
+        f"{exact_bytes(minimum)}: its peak is {_stands(graph, result.peak_at, modules)}, "
         f"with {_consists_of(graph, result)}{_names(graph, result.peak_at)}.{known} {way_out}",
         limit=limit,
         minimum=minimum,
@@ -316,8 +316,8 @@ def _remarks(
 def _guess(guessed: Sequence[str], may: int, then: str) -> str:
     """That part of the smallest limit is a guess, and that `may` bytes may do."""
     return (
-        f"Part of that is a guess: {'; '.join(guessed)}. If it takes the least that it may, {may} "
-        f"bytes ({format_bytes(may)}) may do: under such a limit the step is {then}."
+        f"Part of that is a guess: {'; '.join(guessed)}. If it takes the least that it may, "
+        f"{exact_bytes(may)} may do: under such a limit the step is {then}."
     )
 
 
@@ -341,7 +341,7 @@ def unrecorded(limit: int, peak: int, before: int) -> BudgetError:
         )
     return BudgetError(
         f"{_does_not_fit(limit, before)} It took {format_bytes(peak)}, {why} Use a smaller batch, "
-        f"or a limit of at least {peak} bytes ({format_bytes(peak)}).",
+        f"or a limit of at least {exact_bytes(peak)}.",
         limit=limit,
         minimum=peak,
     )

@@ -17,7 +17,7 @@ from lowtide.analysis.study import Study, study
 from lowtide.cli.progress import Progress
 from lowtide.cli.target import Target, load
 from lowtide.errors import BudgetError, LowtideWarning
-from lowtide.limits import format_bytes, parse_limit
+from lowtide.limits import exact_bytes, parse_limit
 from lowtide.plans import Plan
 
 
@@ -93,8 +93,8 @@ def plan_of(
         least = max(error.minimum, subject.smallest) if room else error.minimum
         progress.note(
             f"lowtide: the default limit, {arguments.default_limit} of the plain peak, cannot be "
-            f"kept. This is for the smallest that can{', with some room' if room else ''}: {least} "
-            f"bytes ({format_bytes(least)}). --limit names another."
+            f"kept. This is for the smallest that can{', with some room' if room else ''}: "
+            f"{exact_bytes(least)}. --limit names another."
         )
         arguments.limit = str(least)
         return subject.plan(least)

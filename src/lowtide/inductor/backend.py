@@ -189,7 +189,7 @@ class CompileBudget:
             f"Graph {self._graphs.index(graph)} takes at least "
             f"{format_bytes(choice.outcome.peak)} for its forward and backward, of which "
             f"{format_bytes(choice.outcome.gradients)} are gradients.{others} The smallest limit "
-            f"that would do{so_far} is {least} bytes ({format_bytes(least)}). "
+            f"that would do{so_far} is {exact_bytes(least)}. "
             f"Use a smaller batch or a larger limit.{fraction}",
             limit=limit,
             minimum=least,
