@@ -258,6 +258,22 @@ def test_the_function_of_a_call_may_be_given_by_name(
         call()
 
 
+@pytest.mark.parametrize("training_level", [0, 1])
+def test_what_is_no_function_is_told_at_every_level(training_level: int) -> None:
+    call = ActivationCheckpointing(1, training_level)
+    with pytest.raises(UsageError, match="ActivationCheckpointing got Tensor in place of a func"):
+        call(torch.ones(3), torch.sin)
+
+
+def test_what_was_set_by_hand_is_printed() -> None:
+    call = ActivationCheckpointing(2, 3)
+    assert repr(call) == "ActivationCheckpointing(2, 3)"
+    call.perform_checkpointing = False
+    assert repr(call) == "ActivationCheckpointing(2, 3, perform_checkpointing=False)"
+    call.training_checkpoint_level = 3
+    assert repr(call) == "ActivationCheckpointing(2, 3)"
+
+
 @pytest.mark.parametrize("level", [-1, 6, 100])
 def test_levels_out_of_range(level: int) -> None:
     with pytest.raises(UsageError, match=rf"fn_checkpoint_level is {level}, outside 0 to 5: 1 sin"):

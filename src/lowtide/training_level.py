@@ -82,17 +82,7 @@ class ActivationCheckpointing(nn.Module):
             raise UsageError(f"perform_checkpointing is True or False, not {perform!r}")
         self._set_to = perform
 
-    @overload
     def forward(
-        self, fn: Callable[..., _T], /, *args: Any, use_reentrant: bool | None = None, **kwargs: Any
-    ) -> _T: ...
-
-    @overload
-    def forward(
-        self, *, fn: Callable[..., _T], use_reentrant: bool | None = None, **kwargs: Any
-    ) -> _T: ...
-
-    def forward(  # type: ignore[misc]  # a function given by name is among kwargs
         self,
         fn: Callable[..., Any] | None = None,
         /,
@@ -110,12 +100,24 @@ class ActivationCheckpointing(nn.Module):
             raise UsageError(
                 "ActivationCheckpointing got no function: call it as (function, *args, **kwargs)"
             )
+        if not callable(fn):
+            raise UsageError(
+                f"ActivationCheckpointing got {type(fn).__name__} in place of a function: call it "
+                "as (function, *args, **kwargs), with the function and not what it returns"
+            )
         if not (self.training and self.perform_checkpointing and torch.is_grad_enabled()):
             return fn(*args, **kwargs)
         return run_region(fn, args, kwargs, None)
 
     if TYPE_CHECKING:  # to a type checker, a call of any module returns Any
-        __call__ = forward
+
+        @overload
+        def __call__(self, fn: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T: ...
+
+        @overload
+        def __call__(self, *, fn: Callable[..., _T], **kwargs: Any) -> _T: ...
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A net pickled with vision_architectures' own class finds this one where it replaces that.
@@ -128,7 +130,8 @@ class ActivationCheckpointing(nn.Module):
                 self.perform_checkpointing = perform
 
     def extra_repr(self) -> str:
-        return f"{self.fn_checkpoint_level}, {self.training_checkpoint_level}"
+        by_hand = "" if self._set_to is None else f", perform_checkpointing={self._set_to}"
+        return f"{self.fn_checkpoint_level}, {self.training_checkpoint_level}{by_hand}"
 
 
 def check_level(level: int, name: str) -> int:
