@@ -25,7 +25,7 @@ DOCS = ROOT / "docs"
 PAGES = ("index.md", "questions.md", "coming-from.md", "guides/seeing.md", "guides/llm.md")
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, "../README.md"])
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
     code = "\n".join(BLOCK.findall((DOCS / page).read_text(encoding="utf-8")))
     for library in ("monai", "transformers"):

@@ -272,13 +272,9 @@ class ActivationCheckpointWrapper(nn.Module, metaclass=_WrapperType):
     `nn.TransformerEncoder(block, 6)` makes; pickles and shallow copies are plain modules (rule 11).
     To a type checker, too, the result has the type of the block.
 
-    Args:
-        module: any module with a forward. One that is already checkpointed is returned as it is.
-        policy: what to keep inside the region, as for `lowtide.checkpoint`. Default: nothing.
-        in_eval: also while the module is in eval mode, as for `lowtide.checkpoint_modules`.
-
-    Returns:
-        The module. `ActivationCheckpointWrapper.remove(module)` switches it off again.
+    `ActivationCheckpointWrapper(module, policy=None, in_eval=False)`: `module` is any module with a
+    forward, and returned as it is if it is already checkpointed; `policy` says what to keep inside
+    the region, as for `lowtide.checkpoint`; `in_eval` is as for `lowtide.checkpoint_modules`.
 
     Raises:
         UsageError: the argument is not a module or has no forward; the module is compiled,
