@@ -77,6 +77,7 @@ lowtide.checkpoint_modules(block, {nn.Linear})
 lowtide.checkpoint_modules(block, nn.Linear | nn.Conv2d)
 lowtide.checkpoint_modules(block, lambda name, module: "first" in name)
 lowtide.checkpoint_modules(block, lowtide.every(2, "*"))
+lowtide.checkpoint_modules(block, 3)  # type: ignore[arg-type]
 lowtide.ActivationCheckpointing("2", 3)  # type: ignore[arg-type]
 
 plan = lowtide.plan(block, x, limit="6 GiB")
