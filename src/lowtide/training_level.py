@@ -90,7 +90,7 @@ class ActivationCheckpointing(nn.Module):
         use_reentrant: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run `fn(*args, **kwargs)`; `use_reentrant` is accepted and has no effect.
+        """Return what `fn(*args, **kwargs)` returns; `use_reentrant` has no effect.
 
         The function may be given by name too, `fn=function`.
         """
