@@ -25,7 +25,7 @@ DOCS = ROOT / "docs"
 PAGES = ("index.md", "questions.md", "coming-from.md", "guides/seeing.md", "guides/llm.md")
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, "../README.md"])
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
     code = "\n".join(BLOCK.findall((DOCS / page).read_text(encoding="utf-8")))
     for library in ("monai", "transformers"):
@@ -53,6 +53,17 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
     assert (tmp_path / "site" / "guides" / "seeing" / "index.html").exists()
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_the_links_of_pages_outside_the_site_lead_somewhere(page: str) -> None:
+    for link in re.findall(r"\]\((?!http)([^)\s]+)\)", (ROOT / page).read_text(encoding="utf-8")):
+        name, _, anchor = link.partition("#")
+        assert (ROOT / name).exists(), link
+        if anchor:
+            text = (ROOT / name).read_text(encoding="utf-8")
+            heads = [re.sub(r"[^\w\s-]", "", head) for head in re.findall(r"^#+ (.*)$", text, re.M)]
+            assert anchor in [re.sub(r"\s+", "-", head.strip().lower()) for head in heads], link
 
 
 def test_the_reference_has_every_public_name() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 from pathlib import Path
@@ -321,15 +321,37 @@ def test_a_policy_that_names_nothing_is_refused() -> None:
         lowtide.policies.KeepNamed()
 
 
-def test_a_limit_that_was_given_by_place_to_plan_is_told() -> None:
+@pytest.mark.parametrize("function", [lowtide.plan, lowtide.explain, lowtide.verify])
+def test_a_limit_that_was_given_by_place_is_told(function: Any) -> None:
     with pytest.raises(TypeError) as caught:
-        lowtide.plan(nn.Linear(2, 2), 0.5)
+        function(nn.Linear(2, 2), torch.ones(2, 2), "6 GiB")
     assert caught.value.__notes__ == [
-        "lowtide.plan takes its limit by name: limit=0.5, limit='6 GiB'."
+        f"lowtide.{function.__name__} takes its limit by name: limit=0.5, limit='6 GiB'."
     ]
     with pytest.raises(TypeError) as caught:
-        lowtide.plan(nn.Linear(2, 2))
+        function(nn.Linear(2, 2))
     assert not hasattr(caught.value, "__notes__")
+
+
+@pytest.mark.parametrize("switch_on", [
+    lambda model: lowtide.fit(model, 0.5),
+    lambda model: lowtide.checkpoint_modules(model, "*"),
+    lambda model: lowtide.checkpoint_levels(model, 1),
+])  # fmt: skip
+def test_a_handle_that_is_taken_for_the_model_says_so(switch_on: Callable[[Any], Any]) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    handle = switch_on(model)
+    said = rf"{type(handle).__name__} is not the model, which stays the object it was"
+    with pytest.raises(lowtide.UsageError, match=said):
+        handle(torch.ones(2, 2))
+    with pytest.raises(AttributeError, match=said):
+        handle.parameters()
+    with pytest.raises(AttributeError, match=r"has no attribute 'nothing'$"):
+        handle.nothing  # noqa: B018
+    assert not hasattr(handle, "train")
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(handle)))
+    assert type(copied) is type(handle)
+    handle.remove()
 
 
 def test_a_report_says_why_no_step_was_measured() -> None:

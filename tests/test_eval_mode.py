@@ -60,6 +60,25 @@ def batch() -> Tensor:
     return torch.linspace(-1, 1, 24).reshape(6, 4).requires_grad_()
 
 
+def test_a_call_with_a_level_says_so_too_and_may_stay_in_training_alone() -> None:
+    layer = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+    call = lowtide.ActivationCheckpointing(2, 3).eval()
+
+    def step(call: lowtide.ActivationCheckpointing) -> None:
+        call(layer, batch()).sum().backward()
+
+    with pytest.warns(UncountedWarning, match="an ActivationCheckpointing that is in eval mode"):
+        step(call)
+    with warnings.catch_warnings(), counted() as seen:
+        warnings.simplefilter("error")
+        step(call)  # said once
+        lowtide.ActivationCheckpointing(2, 3).eval()(layer, batch())  # a validation with grad
+        step(lowtide.ActivationCheckpointing(4, 3).eval())  # a call that is no region anyway
+        assert not seen.operations
+        step(call.train())
+    assert seen["relu"] == 1
+
+
 @applied
 def test_with_in_eval_it_is_a_region_there_too(apply: Apply) -> None:
     wanted, model = step(make(), batch()), make(apply, in_eval=True)

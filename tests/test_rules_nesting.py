@@ -207,6 +207,25 @@ def test_a_region_inside_a_budget_marks_a_part_of_its_tape() -> None:
     check(scenario)
 
 
+@pytest.mark.parametrize("policy", [None, lowtide.policies.KeepEverything()])
+def test_inside_a_budget_the_limit_decides_and_no_region(policy: Any) -> None:
+    model = nn.Sequential(*[
+        nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(4)
+    ])  # fmt: skip
+    x = torch.randn(64, 8)
+    replays: dict[float | str, int] = {}
+    with lowtide.checkpoint_modules(model, "*", policy=policy):
+        for limit in ("1 GiB", 0.75):
+            budget = lowtide.budget(limit)
+            for _ in range(2):
+                with budget:
+                    loss = model(x).sum()
+                loss.backward()
+                model.zero_grad()
+            replays[limit] = budget.report().replayed_operations
+    assert replays["1 GiB"] == 0 < replays[0.75]
+
+
 def test_the_limit_of_a_fitted_part_holds_where_no_other_is_open() -> None:
     """As the docstring of `lowtide.fit` says: the one around it decides."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))

@@ -137,6 +137,18 @@ def test_fake_tensors_inside(way: Way) -> None:
     assert check(scenario, way)["sin"] == 1
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_region_is_the_plain_function(strict: bool) -> None:
+    """torch's own checkpoint ends a strict export in a KeyError."""
+    plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    model, x = nn.Sequential(plain, nn.Tanh()), leaf(3, 4)
+    wanted = torch.export.export(model, (x,), strict=strict).graph_module.code
+    with lowtide.checkpoint_modules(model, "0", policy=lowtide.policies.KeepProducts()):
+        found = torch.export.export(model, (x,), strict=strict)
+    assert found.graph_module.code == wanted
+    assert bits(found.module()(x)) == bits(model(x))
+
+
 def test_an_exported_region_whose_function_has_a_keyword_of_torchs_checkpoint() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

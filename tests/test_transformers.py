@@ -220,6 +220,8 @@ def test_what_is_refused() -> None:
             switch_on(model, policy=KeepProducts)  # type: ignore[operator]
         with pytest.raises(UsageError, match=f"^{name}: every_n_layers is an int, 1 or more, not"):
             switch_on(model, every_n_layers=0)  # type: ignore[operator]
+    with enable(model), pytest.raises(UsageError, match=r"^enable: 'model.layers.0' .* already"):
+        enable(model)
     for way in ({"device": "cpu"}, {"group": True}):
         with pytest.raises(UsageError, match=r"enable got device= or group=.* and no limit"):
             enable(model, **way)  # type: ignore[arg-type]
@@ -235,7 +237,7 @@ def test_what_is_on_shows_itself() -> None:
         enabled.report()
     enabled.remove()
     assert repr(enabled) == "<lowtide.transformers.Enabled: removed>"
-    with enable(model, limit="6 GiB") as enabled:
+    with enable(model, "6 GiB") as enabled:  # by place too, as in lowtide.fit
         assert "6442450944 bytes (6.00 GiB), after 0 steps" in repr(enabled)
     shown = repr(lowtide.transformers.MemoryBudget("6 GiB"))
     assert shown == "<lowtide.transformers.MemoryBudget of '6 GiB'>"

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +228,8 @@ def test_the_calls_follow_their_model_into_eval(replayed: Callable[[], int]) -> 
     model = Model()
     assert list(model.state_dict()) == [f"block.{key}" for key in Block().state_dict()]
     model.eval()
-    model(torch.randn(4, 8)).sum().backward()
+    with pytest.warns(UncountedWarning, match="ActivationCheckpointing that is in eval"):
+        model(torch.randn(4, 8)).sum().backward()
     assert replayed() == 0
     model.train()
     copy.deepcopy(model)(torch.randn(4, 8)).sum().backward()
@@ -250,12 +252,30 @@ def test_the_function_of_a_call_may_be_given_by_name(
     """As with the class of vision_architectures."""
     call = ActivationCheckpointing(1, 1).train(training)
     x = torch.ones(3, requires_grad=True)
-    call(fn=lambda y, times: (y.sin() * times).exp(), y=x, times=2).sum().backward()
+    out = call(fn=lambda y, times: (y.sin() * times).exp(), y=x, times=2).sum()
+    with nullcontext() if training else pytest.warns(UncountedWarning):
+        out.backward()
     assert (replayed() > 0) is training
     with pytest.raises(UsageError, match="ActivationCheckpointing got no function"):
         call(y=x)
     with pytest.raises(UsageError, match="ActivationCheckpointing got no function"):
         call()
+
+
+@pytest.mark.parametrize("training_level", [0, 1])
+def test_what_is_no_function_is_told_at_every_level(training_level: int) -> None:
+    call = ActivationCheckpointing(1, training_level)
+    with pytest.raises(UsageError, match="ActivationCheckpointing got Tensor in place of a func"):
+        call(torch.ones(3), torch.sin)
+
+
+def test_what_was_set_by_hand_is_printed() -> None:
+    call = ActivationCheckpointing(2, 3)
+    assert repr(call) == "ActivationCheckpointing(2, 3)"
+    call.perform_checkpointing = False
+    assert repr(call) == "ActivationCheckpointing(2, 3, perform_checkpointing=False)"
+    call.training_checkpoint_level = 3
+    assert repr(call) == "ActivationCheckpointing(2, 3)"
 
 
 @pytest.mark.parametrize("level", [-1, 6, 100])

@@ -20,7 +20,7 @@ from lowtide.analysis.timeline import Timeline
 from lowtide.dryrun.ledger import Output
 from lowtide.dryrun.standins import OUTSIDE
 from lowtide.errors import BudgetError, UsageError
-from lowtide.limits import format_bytes, parse_limit
+from lowtide.limits import format_bytes, meant_by_place, parse_limit
 from lowtide.plans import Plan
 from lowtide.saved import LEFT_OUT, standing_text
 from lowtide.texttable import count_of
@@ -143,7 +143,9 @@ def explain(
         The step peaks at 1.0 MiB above what was in memory before it, in ...
     """
     wanted = None if limit is None else parse_limit(limit)
-    return explain_study(study(fn, args, kwargs, on=on), wanted)
+    with meant_by_place("lowtide.explain", limit, args):
+        subject = study(fn, args, kwargs, on=on)
+    return explain_study(subject, wanted)
 
 
 def explain_study(subject: Study, limit: int | float | None) -> Explanation:

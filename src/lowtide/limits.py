@@ -8,11 +8,13 @@ Rejected: guessing that a small int means GiB.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 import operator
 import os
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -69,6 +71,18 @@ def parse_limit(limit: object) -> int | float:
             f"a float limit is a fraction of the plain step's peak, in (0, 1]; got {got}.{hint}"
         )
     return fraction
+
+
+@contextlib.contextmanager
+def meant_by_place(caller: str, limit: object, args: tuple[Any, ...]) -> Iterator[None]:
+    """Around the call of a step: if no limit was given, but one of the step's arguments may have
+    been meant for one, an error of the step tells how it is given."""
+    try:
+        yield
+    except Exception as error:
+        if limit is None and any(isinstance(each, float | str) for each in args):
+            error.add_note(f"{caller} takes its limit by name: limit=0.5, limit='6 GiB'.")
+        raise
 
 
 def whole_number(value: object) -> int | None:

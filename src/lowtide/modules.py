@@ -13,7 +13,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence  # noqa: F401 - as UnionType
 from types import UnionType  # noqa: F401 - for tools that evaluate what `Which` is written with
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -270,16 +270,23 @@ class ActivationCheckpointWrapper(nn.Module, metaclass=_WrapperType):
     eval (unless `in_eval` is given), and plain weights load. Weights saved through a wrapper (keys
     that begin with "module.") load too. Deep copies are checkpointed as well, as those that
     `nn.TransformerEncoder(block, 6)` makes; pickles and shallow copies are plain modules (rule 11).
-    A module that is already checkpointed is returned as it is, if no policy is given.
+    To a type checker, too, the result has the type of the block.
 
-    `module` is any module with a forward; `policy` says what to keep inside the region, as for
-    `lowtide.checkpoint`; `in_eval` is as for `lowtide.checkpoint_modules`.
+    `ActivationCheckpointWrapper(module, policy=None, in_eval=False)`: `module` is any module with a
+    forward, and returned as it is if it is already checkpointed; `policy` says what to keep inside
+    the region, as for `lowtide.checkpoint`; `in_eval` is as for `lowtide.checkpoint_modules`.
 
     Raises:
         UsageError: the argument is not a module or has no forward; the module is compiled,
             TorchScript, or checkpointed by its own flag; a policy, or `in_eval`, is given for a
             module that lowtide already checkpoints; or the class is subclassed.
     """
+
+    if TYPE_CHECKING:  # of a metaclass' call, mypy takes no notice
+
+        def __new__(  # type: ignore[misc]  # what a call returns is no instance of the class
+            cls, module: _M, *, policy: PolicyLike | None = None, in_eval: bool = False
+        ) -> _M: ...
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         raise UsageError(

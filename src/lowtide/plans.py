@@ -24,7 +24,7 @@ from lowtide import engine, planfile
 from lowtide.dryrun.run import Dry, dry_run
 from lowtide.errors import BudgetError, UsageError
 from lowtide.files import replace_file
-from lowtide.limits import format_bytes, parse_limit
+from lowtide.limits import format_bytes, meant_by_place, parse_limit
 from lowtide.memory import margins
 from lowtide.memory.margins import limit_for
 from lowtide.planner import (
@@ -338,12 +338,8 @@ def plan(
         True
     """
     wanted = None if limit is None else parse_limit(limit)
-    try:
+    with meant_by_place("lowtide.plan", limit, args):
         step = dry_run(fn, args, kwargs, on)
-    except Exception as error:
-        if limit is None and any(isinstance(each, float | str) for each in args):
-            error.add_note("lowtide.plan takes its limit by name: limit=0.5, limit='6 GiB'.")
-        raise
     return plan_step(step, wanted)
 
 

@@ -3,8 +3,8 @@
 Problem: a library marks its pieces once, each with a level, and a training says up to which level
 they are recomputed. Invariant: in training, a call whose level is at most the training's runs as a
 region, and any other as if this were not there; its names are those of vision_architectures, whose
-nets take this class in place of theirs. Imports modules, errors and limits. Rejected: a flag that
-is read once, as the level of the training may change between steps.
+nets take this class in place of theirs. Imports modules, passed, errors and limits. Rejected: a
+flag that is read once, as the level of the training may change between steps.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import nn
 
 from lowtide.errors import UsageError
 from lowtide.limits import whole_number
+from lowtide.models.passed import PassedThrough
 from lowtide.modules import run_region
 
 _T = TypeVar("_T")
@@ -32,7 +33,9 @@ class ActivationCheckpointing(nn.Module):
     `ac = ActivationCheckpointing(3, training_level)`, then `ac(function, *args, **kwargs)`. The
     call runs as a region if this object is in training mode (`.train()`, `.eval()`; as a submodule
     it follows its model) and `fn_checkpoint_level <= training_checkpoint_level`. So a training of
-    level 0 checkpoints nothing but calls of level 0, which are regions at every training level.
+    level 0 checkpoints nothing but calls of level 0, which are regions at every training level. The
+    first backward through a call that eval mode alone kept from being one gives an
+    `UncountedWarning`.
 
     Args:
         fn_checkpoint_level: the level of the call: 1 single layers, 2 small blocks, 3 transformer
@@ -46,6 +49,7 @@ class ActivationCheckpointing(nn.Module):
 
     def __init__(self, fn_checkpoint_level: int, training_checkpoint_level: int) -> None:
         super().__init__()
+        self._passed = PassedThrough()
         self.fn_checkpoint_level = fn_checkpoint_level
         self.training_checkpoint_level = training_checkpoint_level
 
@@ -82,17 +86,7 @@ class ActivationCheckpointing(nn.Module):
             raise UsageError(f"perform_checkpointing is True or False, not {perform!r}")
         self._set_to = perform
 
-    @overload
     def forward(
-        self, fn: Callable[..., _T], /, *args: Any, use_reentrant: bool | None = None, **kwargs: Any
-    ) -> _T: ...
-
-    @overload
-    def forward(
-        self, *, fn: Callable[..., _T], use_reentrant: bool | None = None, **kwargs: Any
-    ) -> _T: ...
-
-    def forward(  # type: ignore[misc]  # a function given by name is among kwargs
         self,
         fn: Callable[..., Any] | None = None,
         /,
@@ -100,7 +94,7 @@ class ActivationCheckpointing(nn.Module):
         use_reentrant: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run `fn(*args, **kwargs)`; `use_reentrant` is accepted and has no effect.
+        """Return what `fn(*args, **kwargs)` returns; `use_reentrant` has no effect.
 
         The function may be given by name too, `fn=function`.
         """
@@ -110,16 +104,31 @@ class ActivationCheckpointing(nn.Module):
             raise UsageError(
                 "ActivationCheckpointing got no function: call it as (function, *args, **kwargs)"
             )
-        if not (self.training and self.perform_checkpointing and torch.is_grad_enabled()):
+        if not callable(fn):
+            raise UsageError(
+                f"ActivationCheckpointing got {type(fn).__name__} in place of a function: call it "
+                "as (function, *args, **kwargs), with the function and not what it returns"
+            )
+        if not (self.perform_checkpointing and torch.is_grad_enabled()):
             return fn(*args, **kwargs)
+        if not self.training:
+            return self._passed.watch_call(fn(*args, **kwargs))
         return run_region(fn, args, kwargs, None)
 
     if TYPE_CHECKING:  # to a type checker, a call of any module returns Any
-        __call__ = forward
+
+        @overload
+        def __call__(self, fn: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T: ...
+
+        @overload
+        def __call__(self, *, fn: Callable[..., _T], **kwargs: Any) -> _T: ...
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A net pickled with vision_architectures' own class finds this one where it replaces that.
         super().__setstate__({name: state[name] for name in state if name not in _THEIRS})
+        self._passed = PassedThrough()
         if all(name in state for name in _THEIRS):
             self.fn_checkpoint_level, self.training_checkpoint_level, perform = map(
                 state.__getitem__, _THEIRS
@@ -128,7 +137,8 @@ class ActivationCheckpointing(nn.Module):
                 self.perform_checkpointing = perform
 
     def extra_repr(self) -> str:
-        return f"{self.fn_checkpoint_level}, {self.training_checkpoint_level}"
+        by_hand = "" if self._set_to is None else f", perform_checkpointing={self._set_to}"
+        return f"{self.fn_checkpoint_level}, {self.training_checkpoint_level}{by_hand}"
 
 
 def check_level(level: int, name: str) -> int:

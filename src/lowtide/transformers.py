@@ -24,11 +24,11 @@ from lowtide.fitting import FittedBudget, budget_on, fit
 from lowtide.limits import whole_number
 from lowtide.models.foreign import refuse_active_checkpointing
 from lowtide.models.removable import Removable
-from lowtide.modules import CheckpointedModules, check_model, checkpoint_modules
+from lowtide.modules import CheckpointedModules, check_model, switch_on
 from lowtide.plans import Plan, limit_of
 from lowtide.policies import PolicyLike, check_policy
 from lowtide.report import BudgetReport, logged
-from lowtide.selection import every
+from lowtide.selection import every, select
 from lowtide.texttable import count_of
 
 try:
@@ -90,8 +90,8 @@ class Enabled(Removable):
 
 def enable(
     model: nn.Module,
-    *,
     limit: int | float | str | Plan | None = None,
+    *,
     policy: PolicyLike | None = None,
     every_n_layers: int = 1,
     device: torch.device | str | None = None,
@@ -140,8 +140,8 @@ def enable(
     check_policy(policy, "enable")
     _check_every(every_n_layers, "enable")
     _check_layers(model, "enable")
-    which = every(every_n_layers, GradientCheckpointingLayer)
-    return Enabled(checkpoint_modules(model, which, policy=policy))
+    chosen = select(model, every(every_n_layers, GradientCheckpointingLayer))
+    return Enabled(switch_on(model, chosen, policy=policy, in_eval=False, caller="enable"))
 
 
 def _check_every(every_n_layers: int, caller: str) -> None:

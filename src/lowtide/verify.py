@@ -13,7 +13,7 @@ from typing import Any
 
 from lowtide.dryrun.run import check_step
 from lowtide.errors import UsageError
-from lowtide.limits import parse_limit, whole_number
+from lowtide.limits import meant_by_place, parse_limit, whole_number
 from lowtide.plans import Plan
 from lowtide.verifying.steps import Steps
 from lowtide.verifying.verification import Verification
@@ -75,7 +75,8 @@ def verify(
     count = whole_number(steps)
     if count is None or count < 1:
         raise UsageError(f"steps is how many steps to compare, at least 1; got {steps!r}.")
-    return verify_step(fn, args, kwargs, wanted, count)
+    with meant_by_place("lowtide.verify", limit, args):
+        return verify_step(fn, args, kwargs, wanted, count)
 
 
 def verify_step(

@@ -24,30 +24,44 @@ _DEPTH = 8  # of lists in lists, which may contain themselves
 
 
 class PassedThrough:
-    """One for all modules that one call has checkpointed."""
+    """One for all modules that one call has checkpointed, and for each call that has a level."""
 
     def __init__(self) -> None:
         self._told = False
 
     def watch(self, module: nn.Module, result: Any) -> Any:
         """Look out for a backward into what this module returned; returns that."""
+        return self._watch(
+            f"a {type(module).__name__} that lowtide checkpoints, but that is in eval mode, where "
+            "it is a plain module",
+            "checkpoint it with in_eval=True, call lowtide.checkpoint(module, x)",
+            result,
+        )
+
+    def watch_call(self, result: Any) -> Any:
+        """The same, of a function that an `ActivationCheckpointing` in eval mode has called."""
+        return self._watch(
+            "an ActivationCheckpointing that is in eval mode, where it just calls its function",
+            "put it in training mode (its .train()), call lowtide.checkpoint(function, x)",
+            result,
+        )
+
+    def _watch(self, what: str, instead: str, result: Any) -> Any:
         if not self._told and not _not_plain():
             nodes = (tensor.grad_fn for tensor in with_a_graph(result))
             node = next((node for node in nodes if node is not None), None)
             if node is not None:
-                node.register_prehook(self._teller(type(module).__name__))
+                node.register_prehook(self._teller(what, instead))
         return result
 
-    def _teller(self, kind: str) -> Any:
+    def _teller(self, what: str, instead: str) -> Any:
         def tell(_: Any) -> None:
             if self._told:
                 return
             self._told = True
             warnings.warn(
-                f"a backward goes through a {kind} that lowtide checkpoints, but that is in eval "
-                "mode, where it is a plain module: all that its backward needs was stored. If that "
-                "is not what you mean, checkpoint it with in_eval=True, call "
-                "lowtide.checkpoint(module, x), or put lowtide.budget around the step.",
+                f"a backward goes through {what}: all that its backward needs was stored. If that "
+                f"is not what you mean, {instead}, or put lowtide.budget around the step.",
                 UncountedWarning,
                 stacklevel=users_frame(),
             )
