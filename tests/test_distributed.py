@@ -595,6 +595,23 @@ def verified_scenarios() -> Iterator[tuple[str, Scenario]]:
 
     yield "verified ddp", make(lambda: ddp(Net()))
     yield "verified fsdp2", make(lambda: fsdp(reshard=True))
+    yield "foreseen ddp", lambda: foreseen(lambda: ddp(Net(), static_graph=True))
+    yield "foreseen fsdp2", lambda: foreseen(lambda: fsdp(reshard=True))
+
+
+def foreseen(build: Callable[[], nn.Module]) -> Outcome:
+    """A step is planned and verified before the first one, and then trained with that plan."""
+    model, x = build(), torch.randn(256, 8)
+
+    def step(x: Tensor) -> Tensor:
+        return model(x).square().mean()  # type: ignore[no-any-return]
+
+    plan = lowtide.plan(step, x, limit=0.8)
+    verified = lowtide.verify(step, x, limit=0.9, steps=2)
+    limit = lowtide.budget(plan)
+    found = against(lambda: train(build()), lambda: train(model, lambda: limit))
+    planned = limit.report().planned
+    return {**found, "source": plan.source, "verified": verified.same, "planned": planned}
 
 
 # ------------------------------------------------------------------------- running the ranks
@@ -662,6 +679,23 @@ def test_verify_on_each_rank(outcomes: list[dict[str, Outcome]], kind: str) -> N
     """Of a DTensor, the part that the rank has is compared."""
     for found in check_same(outcomes, f"verified {kind}"):
         assert found["tensors"]["gradient"] == found["tensors"]["parameter"] > 4
+
+
+def check_foreseen(outcomes: list[dict[str, Outcome]], name: str) -> None:
+    """The step runs with memory: a wrapper that initializes itself, or counts, on fake tensors is
+    of no use afterwards."""
+    for found in check_same(outcomes, name):
+        assert found["verified"]
+        assert found["planned"]
+        assert found["source"] == "recorded"
+
+
+@on_one_recorder
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_wrapper_is_planned_before_its_first_step(
+    outcomes: list[dict[str, Outcome]], kind: str
+) -> None:
+    check_foreseen(outcomes, f"foreseen {kind}")
 
 
 @on_one_recorder

@@ -263,6 +263,49 @@ def one_rank_cannot_plan_its_example() -> Outcome:
     return {"text": "nothing was refused"}
 
 
+class LateBias(nn.Module):
+    """Its last parameter has a gradient before the backward asks for any activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.bias = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) + self.bias  # type: ignore[no-any-return]
+
+
+def wrapped_anew() -> Outcome:
+    """A backward that is refused once DDP has begun to reduce: torch refuses the next forward, but
+    not that of a new DDP."""
+
+    def trained(inside: nn.Module, limit: Any) -> list[Tensor]:
+        model = ddp(inside)
+        torch.manual_seed(dist.get_rank())
+        with limit:
+            loss = model(torch.randn(256, 8)).sum()
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    plain, inside = trained(LateBias(), contextlib.nullcontext()), LateBias()
+    model, limit = ddp(inside), lowtide.budget("200 kB")
+    try:
+        with limit:
+            loss = model(torch.randn(256, 8)).sum()
+        loss.backward()
+    except BudgetError as error:
+        limit = lowtide.budget(error.minimum)
+    begun, text = inside.bias.grad is not None, ""
+    try:
+        model(torch.randn(256, 8))
+    except RuntimeError as error:
+        text = str(error)
+    del model  # its hooks are on the parameters as long as it is there
+    inside.zero_grad()
+    found = compare(plain, trained(inside, limit))
+    return {**found, "begun": begun, "text": text, "replayed": limit.report().replayed_operations}
+
+
 def collectives_sent() -> Outcome:
     """One number per step that went as planned, sent outside forward and backward."""
     from test_distributed import collectives_in
@@ -343,7 +386,7 @@ def sync_batch_norm() -> Outcome:
 def alike_scenarios() -> Iterator[tuple[str, Scenario]]:
     for function in (
         plans_alike, plans_apart, engines_that_differ, shapes_that_differ, one_rank_cannot,
-        one_rank_cannot_plan_its_example, collectives_sent, one_rank_was_not_watched,
+        one_rank_cannot_plan_its_example, wrapped_anew, collectives_sent, one_rank_was_not_watched,
         sync_batch_norm,
     ):  # fmt: skip
         yield function.__name__, function
@@ -427,6 +470,15 @@ def test_an_example_that_one_rank_refuses_is_refused_on_all(
     told = [found["one_rank_cannot_plan_its_example"] for found in outcomes]
     assert told[0]["text"].startswith("1 of 4 ranks cannot keep their limit, so all of them stop")
     assert all(outcome == told[0] for outcome in told)
+
+
+def test_ddp_that_had_begun_to_reduce_is_made_anew_after_a_refusal(
+    outcomes: list[dict[str, Outcome]],
+) -> None:
+    check_same(outcomes, "wrapped_anew")
+    for found in outcomes:
+        assert found["wrapped_anew"]["begun"]
+        assert "Expected to have finished reduction" in found["wrapped_anew"]["text"]
 
 
 def test_what_is_sent(outcomes: list[dict[str, Outcome]]) -> None:

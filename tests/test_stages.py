@@ -19,7 +19,20 @@ from torch import Tensor, nn
 import lowtide
 from gloo import Outcome, Scenario, outcomes_of, run_as_rank
 from once import on_one_recorder
-from test_distributed import HOWS, STEPS, WORLD, Block, Net, check_same, scenario, shared, train
+from test_distributed import (
+    HOWS,
+    STEPS,
+    WORLD,
+    Block,
+    Net,
+    against,
+    check_foreseen,
+    check_same,
+    foreseen,
+    scenario,
+    shared,
+    train,
+)
 
 pytestmark = on_one_recorder  # as FSDP2's, see `test_ranks`
 
@@ -56,6 +69,37 @@ def fsdp1_scenarios() -> Iterator[tuple[str, Scenario]]:
             for how in HOWS:
                 name = f"{strategy} {'own' if orig else 'flat'} {how}"
                 yield name, scenario(plain, partial(trained, how, strategy, orig))
+
+
+def fsdp1_region_over_groups(orig: bool) -> Outcome:
+    """One region around all of them, each of which has lost its parameters before its backward."""
+
+    class Whole(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = lowtide.checkpoint(super().forward, x)
+            return out
+
+    def trained(model: nn.Module) -> list[Tensor]:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        options = {"use_orig_params": orig, "device_id": torch.device("cpu")}
+        for at, block in enumerate(model.blocks):  # type: ignore[arg-type]
+            model.blocks[at] = FullyShardedDataParallel(block, **options)  # type: ignore[index, operator]
+        return train(FullyShardedDataParallel(model, **options))
+
+    return against(lambda: trained(Net()), lambda: trained(Whole()))
+
+
+def fsdp1_foreseen(orig: bool) -> Outcome:
+    """Planned and verified before its first step, in which FSDP1 initializes itself."""
+    return foreseen(lambda: fsdp1("", "FULL_SHARD", orig=orig))
+
+
+def more_fsdp1_scenarios() -> Iterator[tuple[str, Scenario]]:
+    for orig in (True, False):
+        own = "own" if orig else "flat"
+        yield f"fsdp1 region over groups {own}", partial(fsdp1_region_over_groups, orig)
+        yield f"fsdp1 foreseen {own}", partial(fsdp1_foreseen, orig)
 
 
 # -------------------------------------------------------------------------------- pipelines
@@ -139,6 +183,21 @@ def test_fsdp1(
     check_same(outcomes, f"{strategy} {parameters} {how}")
 
 
+@pytest.mark.parametrize("parameters", ["own", "flat"])
+def test_what_fsdp1_has_resharded_is_made_by_no_replay(
+    outcomes: list[dict[str, Outcome]], parameters: str
+) -> None:
+    for outcome in check_same(outcomes, f"fsdp1 region over groups {parameters}"):
+        assert "aten::gelu" in outcome["names"]
+
+
+@pytest.mark.parametrize("parameters", ["own", "flat"])
+def test_fsdp1_is_planned_before_its_first_step(
+    outcomes: list[dict[str, Outcome]], parameters: str
+) -> None:
+    check_foreseen(outcomes, f"fsdp1 foreseen {parameters}")
+
+
 @pytest.mark.parametrize(
     ("schedule", "how"), [(name, how) for name, hows in SCHEDULES.items() for how in hows]
 )
@@ -149,4 +208,4 @@ def test_pipeline(outcomes: list[dict[str, Outcome]], schedule: str, how: str) -
 
 
 if __name__ == "__main__":
-    run_as_rank(fsdp1_scenarios, pipeline_scenarios)
+    run_as_rank(fsdp1_scenarios, more_fsdp1_scenarios, pipeline_scenarios)

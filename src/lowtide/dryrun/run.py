@@ -23,6 +23,7 @@ import torch
 
 from lowtide import _compat
 from lowtide._compat import fakes
+from lowtide._compat.sharding import only_real
 from lowtide._compat.switches import without_anomalies
 from lowtide.dryrun.lines import line_of_error
 from lowtide.dryrun.memory import FakeMemory
@@ -186,6 +187,9 @@ def _fake_or_why_not(
 ) -> Dry | str:
     """The step on fake tensors, or why it has to be run on real ones."""
     try:
+        known = only_real(stand.found.modules())
+        if known is not None:
+            raise UnansweredError(known)
         with _no_collector(), without_anomalies():
             return _fake(stand, costs, function, args, kwargs, witness)
     except LowtideError:

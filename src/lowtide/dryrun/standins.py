@@ -28,6 +28,7 @@ from torch import nn
 
 from lowtide import _compat
 from lowtide._compat import fakes
+from lowtide._compat.sharding import counted_outside
 from lowtide.models.reached import named_globals
 
 DEPTH = 5
@@ -249,6 +250,7 @@ class _Saved:
         self._more = more
         self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._others: list[tuple[Any, list[Any]]] = []  # lists, sets and queues
+        self._moved: list[tuple[dict[str, Any], tuple[str, ...]]] = []  # what is not put back
         self._random: Any = None
         self._numpy: Any = None
         self._draws: list[tuple[torch.Generator, torch.Tensor]] = []
@@ -257,6 +259,7 @@ class _Saved:
         seen = set(map(id, self._modules))
         for module in self._modules:
             self._take(vars(module), DEPTH, seen)
+            self._moved.append((vars(module), counted_outside(module)))
             for parameter in _compat.parameters_and_buffers(module)[0].values():
                 if parameter is not None:  # libraries keep what they add to one in its attributes
                     self._take(vars(parameter), DEPTH, seen)
@@ -290,6 +293,11 @@ class _Saved:
             self._take(item, depth - 1, seen)
 
     def restore(self) -> None:
+        moved = [
+            (place, {name: place[name] for name in names if name in place})
+            for place, names in self._moved
+        ]
+        self._moved.clear()
         for place, before in self._dicts:
             if place.keys() != before.keys() or any(
                 place[key] is not part for key, part in before.items()
@@ -300,6 +308,8 @@ class _Saved:
             if len(part) != len(items) or any(map(operator.is_not, part, items)):
                 part.clear()
                 (part.update if isinstance(part, set) else part.extend)(items)
+        for place, now in moved:
+            place.update(now)
         self._dicts.clear()
         self._others.clear()
         for generator, state in self._draws:

@@ -1,11 +1,12 @@
-"""What FSDP2 does to parameters while a forward is recorded.
+"""What FSDP does to parameters while a forward is recorded.
 
 Problem: FSDP2 gives the storages of its parameters their sizes and fills them as a module's forward
 begins, and frees them as it ends; they come back in that module's own backward. Invariant: once
 they are freed, what was made so far is kept as soon as something reads it, as it may be needed
 before it could be replayed (rule 5); what FSDP2 gathers is not recorded, and counts as memory of
 the step while it is there; what was read of a parameter that is gathered again, as its module is
-called twice, is in its live memory, as in the plain step. Imports the table of storages and watch.
+called twice, is in its live memory, as in the plain step. FSDP1 frees its flat parameters in the
+same way; what it gathers is not counted. Imports the table of storages and watch.
 Rejected: hooks of our own on FSDP2's modules, which the recorder does not know; looking at all
 parameters at each call.
 """
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _BEGINS = "profiler::_record_function_enter"
 _ENDS = "profiler::_record_function_exit"
+_LABELS = "FSDP::", "FullyShardedDataParallel."  # of FSDP2, and of FSDP1
 _GATHERS = "FSDP::pre_forward"
 _COLLECTS = "c10d::_allgather_base_"
 
@@ -45,7 +47,7 @@ class Sharded(Known):
         it gives to its hooks for profilers."""
         label = args[0] if args and name.startswith(_BEGINS) else None
         if self._read is None and (
-            name.startswith("fsdp::") or (isinstance(label, str) and label.startswith("FSDP::"))
+            name.startswith("fsdp::") or (isinstance(label, str) and label.startswith(_LABELS))
         ):
             self._read = {}
         if self._read is None or label is None:

@@ -54,7 +54,9 @@ class Reached(Found):
                     self._visit(name, item, DEPTH)
         known = {id(tensor) for tensor in self.state()}
         self.tensors[given:] = [
-            t for t in self.tensors[given:] if id(t) not in known and t.device.type != "meta"
+            t
+            for t in self.tensors[given:]
+            if id(t) not in known and t.device.type != "meta" and _usable(t)
         ]
         for optimizer in self.optimizers:
             self._add_parameters(optimizer)
@@ -186,8 +188,17 @@ def _plain_attributes(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
         if isinstance(held, list | tuple | deque):
             parts = enumerate(held)
         for place, part in parts:
-            if isinstance(part, Tensor):
+            if isinstance(part, Tensor) and _usable(part):
                 yield name if held is part else f"{name}[{place!r}]", part
+
+
+def _usable(tensor: Tensor) -> bool:
+    """Whether autograd lets anybody use it: not a part of what was overwritten as a whole, as FSDP1
+    has of its flat parameters between two steps."""
+    try:
+        return bool(tensor.is_leaf or tensor.grad_fn is not None)
+    except RuntimeError:
+        return False
 
 
 def _home(item: Any) -> str:
