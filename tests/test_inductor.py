@@ -162,6 +162,33 @@ def test_what_is_predicted_is_measured(share: float) -> None:
     assert graph.peak <= share * graph.plain_peak
 
 
+class Wide(torch.autograd.Function):
+    """Its backward makes something large of the incoming gradient, then reads its input, and only
+    then is done with the former."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *given: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        wide = given[0].repeat(8, 1, 1)
+        slope = x.cos()
+        return wide.mean(0) * slope
+
+
+def test_what_a_backward_makes_without_its_gradient_runs_where_it_was_traced() -> None:
+    """It was predicted to run later, right before what needs it, and limits were exceeded."""
+    backend = lowtide.CompileBudget("1 GiB", compiler="aot_eager")
+    compiled = torch.compile(lambda x: Wide.apply(x).sum(), backend=backend)
+    x = X.clone().requires_grad_()
+    compiled(x).backward()
+    (graph,) = backend.report().graphs
+    assert abs(lowtide.measure(lambda: compiled(x).backward()).peak_bytes - graph.peak) <= 64
+
+
 def test_a_limit_that_is_met_changes_nothing() -> None:
     expected, plain = plain_steps(Net, "aot_eager", 1)
     model, backend = Net(), lowtide.CompileBudget(plain, compiler="aot_eager")

@@ -101,6 +101,7 @@ class Joint:
         gradients: storages that the backward makes and returns.
         parameter_gradients: those of them that are gradients of parameters, which stay.
         tangents: storages of the incoming gradients.
+        first_late: index of the first operation that is traced once an incoming gradient is read; -1: none is.
         bound: storages that have to be saved if the backward reads them.
         results_last: whether the caller holds `returned` while this graph's backward runs.
         bandwidth: bytes per second that fused kernels move.
@@ -129,7 +130,10 @@ class Joint:
         self._changed: set[int] = set()
         converted = traced.converted_inputs() if fuse else frozenset()
         self._channels_last = fuse and traced.prefers_channels_last()
+        self.first_late = -1
         for node in traced.nodes:
+            if self.first_late < 0 and node in self._late and node.op != "placeholder":
+                self.first_late = len(self.ops)
             self._enter(node)
             if node in converted:
                 self._convert(node)

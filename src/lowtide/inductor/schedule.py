@@ -2,10 +2,11 @@
 
 Problem: a choice must be judged by the memory of the resulting code, not by the bytes it saves:
 what is recomputed also lives in the backward, from where torch computes it to its last use.
-Invariant: the rules are those of torch's split. An operation runs at most once in each half; in the
-backward it runs right before the first operation that needs it. With Inductor, a value that only
-its own fused kernel reads takes no memory. Imports joint and kernels. Rejected: summing the saved
-bytes, as `activation_memory_budget` does: where much is recomputed at once, the peak rises again.
+Invariant: the rules are those of torch's split. An operation runs at most once in each half; one of
+the forward runs in the backward right before the first operation that needs it. With Inductor, a
+value that only its own fused kernel reads takes no memory. Imports joint and kernels. Rejected:
+summing the saved bytes, as `activation_memory_budget` does: where much is recomputed at once, the
+peak rises again.
 """
 
 from __future__ import annotations
@@ -126,11 +127,30 @@ class Scheduler:
     # ------------------------------------------------------------------ the two orders
 
     def _backward_order(self, there: set[int]) -> tuple[list[int], set[int]]:
-        """Operations of the backward in order, and which of `there` they read."""
+        """Operations of the backward in order, and which of `there` they read.
+
+        From the first that depends on an incoming gradient, all keep the order of the trace; what
+        was traced before that runs right before the first of them that needs it.
+        """
         maker, reads = self.maker, self.reads
+        kept: set[int] = set()
+        needed = bytearray(len(reads))
+        stack = list(self.joint.gradients)
+        for index in self.late:
+            needed[index] = 1
+            stack.extend(reads[index])
+        while stack:
+            storage = stack.pop()
+            if storage in there:
+                kept.add(storage)
+                continue
+            made = maker[storage]
+            if made != OUTSIDE and not needed[made]:
+                needed[made] = 1
+                stack.extend(reads[made])
+
         order: list[int] = []
         done = bytearray(len(reads))
-        kept: set[int] = set()
 
         def bring(wanted: Iterable[int]) -> None:
             """Append the operations that these storages still need, in the order of the trace."""
@@ -138,11 +158,8 @@ class Scheduler:
             found = []
             while stack:
                 storage = stack.pop()
-                if storage in there:
-                    kept.add(storage)
-                    continue
                 made = maker[storage]
-                if made == OUTSIDE or done[made]:
+                if storage in there or made == OUTSIDE or done[made]:
                     continue
                 done[made] = 1
                 found.append(made)
@@ -150,8 +167,8 @@ class Scheduler:
             found.sort()
             order.extend(found)
 
-        for index in self.late:
-            if not done[index]:
+        for index in range(max(0, self.joint.first_late), len(reads)):
+            if needed[index] and not done[index]:
                 bring(reads[index])
                 done[index] = 1
                 order.append(index)
