@@ -343,6 +343,32 @@ def test_code_that_cannot_be_read_leaves_room_for_the_model(
     assert planned <= 0.96 * limit
 
 
+def test_code_that_cannot_be_read_is_refused_by_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was compiled to learn its true peak, and run when that could not be learned."""
+
+    def unreadable(graph: Any, examples: Any, options: dict[str, Any], mode: Any) -> Any:
+        split = options["custom_partitioner_fn"]
+        return partitioner.compile_with_aot_eager(graph, examples, split)
+
+    monkeypatch.setattr(partitioner, "compile_with_inductor", unreadable)
+
+    def refusal(limit: int) -> int:
+        torch._dynamo.reset()
+        with pytest.raises(BudgetError) as caught:
+            step(model, torch.compile(model, backend=lowtide.CompileBudget(limit)))
+        assert caught.value.minimum is not None
+        return caught.value.minimum
+
+    model = Net(blocks=2)
+    minimum = refusal(int(0.8 * refusal(1)))
+    torch._dynamo.reset()
+    backend = lowtide.CompileBudget(minimum)
+    step(model, torch.compile(model, backend=backend))
+    planned = backend.report().planned_peak
+    assert planned is not None
+    assert planned <= 0.97 * minimum
+
+
 class Decoder(nn.Module):
     """Attention and a gated perceptron over 64 tokens; its lowest peak is predicted badly."""
 

@@ -144,7 +144,8 @@ class CompileBudget:
         """What a graph saves, given what the open calls hold.
 
         If more of the step is to come, how much is unknown, so it saves as little as possible. A
-        choice that only a prediction puts over the limit is compiled, to learn its true peak.
+        choice that only a prediction puts over the limit is compiled, to learn its true peak,
+        unless the code is known not to tell it.
         """
         search, ledger = graph.search, self._ledger
         limit = self._limit_with(graph)
@@ -160,7 +161,8 @@ class CompileBudget:
         if need > limit and not (unknown and isinstance(self.limit, float)):
             choice = min((choice, search.least()), key=lambda c: c.outcome.peak)
             need = ledger.peak_with(graph, choice.outcome)
-            guessed = self.compiler == "inductor" and not search.is_known(choice)
+            guessed = self.compiler == "inductor" and not graph.unread
+            guessed = guessed and not search.is_known(choice)
             if need > limit and not (guessed and need <= _FAR * limit):
                 raise self._refusal(graph, choice, limit)
         return choice

@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowtide.inductor.joint import OUTSIDE, Joint
+from lowtide._compat import partitioner
+from lowtide.inductor.joint import OUTSIDE, Joint, Op
 from lowtide.inductor.kernels import Facts, Half
 
 
@@ -54,6 +55,9 @@ class Scheduler:
 
     def __init__(self, joint: Joint) -> None:
         self.joint = joint
+        for op in joint.ops:
+            if op.inner:
+                op.workspace = _beside_results(op, sum(joint.storages[s].nbytes for s in op.makes))
         self.reads = [op.reads for op in joint.ops]
         self.makes = [op.makes for op in joint.ops]
         self.nbytes = [s.nbytes for s in joint.storages]
@@ -123,6 +127,11 @@ class Scheduler:
             order=order,
             profile=profile,
         )
+
+    def alone(self) -> int:
+        """Peak bytes of all operations, in the order of the trace, with what they return."""
+        stays = {s for s in self.joint.returned if self.maker[s] != OUTSIDE}
+        return self._walk(list(range(len(self.reads))), set(), stays)[0]
 
     # ------------------------------------------------------------------ the two orders
 
@@ -293,3 +302,9 @@ class Scheduler:
             touched |= own & half.written
             total += sum(self.nbytes[s] for s in touched)
         return total
+
+
+def _beside_results(op: Op, made: int) -> int:
+    """Bytes that a call of whole graphs has at once, besides its results."""
+    most = max(Scheduler(joint).alone() for joint in op.inner)
+    return max(0, most - made) + (made if partitioner.keeps_iterations(op.node) else 0)
