@@ -558,6 +558,21 @@ def test_blocks_that_share_their_code() -> None:
     assert peak(model, model, inputs) <= limit
 
 
+def test_a_graph_that_is_compiled_again_keeps_its_sizes() -> None:
+    """It was traced again with another batch, whose sizes became symbols: what was chosen for it
+    had other names then, and it went on with as little as can be saved."""
+    model = Mixer()
+    backend = lowtide.CompileBudget("1 GB", several_calls=True, compiler="aot_eager")
+    compiled = torch.compile(model, backend=backend)
+    for _ in range(2):
+        (compiled(torch.randn(64, 32)) + compiled(torch.randn(64, 32))).backward()
+    (graph,) = backend.report().graphs
+    assert graph.saved_bytes == graph.plain_saved_bytes
+    assert graph.recomputed == 0
+    traced = backend._graphs[0].search.joint.traced
+    assert not any(isinstance(node.meta.get("val"), torch.SymInt) for node in traced.nodes)
+
+
 def test_a_step_without_backward_is_off_the_books() -> None:
     model, backend = Net(), lowtide.CompileBudget(0.8, compiler="aot_eager")
     compiled = torch.compile(model, backend=backend)

@@ -356,6 +356,17 @@ def compile_with_aot_eager(graph: Any, examples: Any, choose: Callable[..., Any]
     )(graph, examples)
 
 
+def traced_inputs(graph: Any, examples: Any) -> list[Any]:
+    """What Dynamo has traced a graph with: its inputs without memory, some of their sizes symbols.
+
+    Of other inputs it would not be known which of their sizes are. Dynamo removes them from the
+    graph when it is done.
+    """
+    inputs = graph.graph.find_nodes(op="placeholder")
+    found = zip(inputs, examples, strict=True)
+    return [node.meta.get("example_value", example) for node, example in found]
+
+
 def tracing_context() -> Any:
     """What Dynamo knows while it compiles a graph, needed to compile it a second time."""
     from torch._guards import TracingContext

@@ -44,6 +44,7 @@ class CompiledGraph:
         self.options = options
         self.more_follows = partitioner.broken_off(graph)
         self.context = partitioner.tracing_context()
+        self.traced_with: list[Any] = []
         self.search: Search = None  # type: ignore[assignment]  # set by the first split
         self.choice: Choice | None = None
         self.wanted: frozenset[str] | None = None
@@ -71,7 +72,7 @@ class CompiledGraph:
             self.change_to(budget._choose(self))
         if self.code is None:
             with partitioner.tracing_again(self.context):
-                self.compile(args)
+                self.compile(self.traced_with)
             if self.refused is not None:
                 raise self.refused.again()
         assert self.code is not None
@@ -112,6 +113,7 @@ class CompiledGraph:
 
     def compile(self, examples: Any) -> None:
         """Generate the code, again if its memory is not what the choice was made for."""
+        self.traced_with = self.traced_with or partitioner.traced_inputs(self.traced, examples)
         self.dynamic |= any(isinstance(example, torch.SymInt) for example in examples)
         try:
             self._compile_and_correct(examples)
