@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -227,6 +229,20 @@ def test_arguments() -> None:
         lowtide.CompileBudget(0.5, compiler="eager")
     with pytest.raises(UsageError, match="fraction"):
         lowtide.CompileBudget(1.5)
+
+
+def test_a_compiled_model_is_copied_and_saved() -> None:
+    """As without a budget; the copy has one of its own, of the same limit."""
+    backend = lowtide.CompileBudget(0.8, several_calls=True, compiler="aot_eager")
+    compiled = torch.compile(nn.Linear(4, 4), backend=backend)
+    rows = torch.ones(8, 4)
+    compiled(rows).sum().backward()
+    for copied in (copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))):
+        assert torch.equal(copied(rows), compiled(rows))
+        copied(rows).sum().backward()
+    again = copy.deepcopy(backend)
+    assert (again.limit, again.several_calls, again.compiler) == (0.8, True, "aot_eager")
+    assert not again.report().graphs
 
 
 # ----------------------------------------------------------------------------- Inductor's memory

@@ -102,6 +102,11 @@ class CompileBudget:
     def __exit__(self, *exc: object) -> None:
         """Never called, but asked for before `__enter__` is."""
 
+    def __reduce__(self) -> Any:
+        """A copy, pickled or not, is a budget of the same limit that has compiled nothing yet, as
+        is what `torch.compile` returned if it is copied."""
+        return _again, (self.limit, self.several_calls, self.compiler)
+
     def __repr__(self) -> str:
         share = isinstance(self.limit, float)
         shown = f"{self.limit!r} of the plain peak" if share else exact_bytes(int(self.limit))
@@ -226,3 +231,7 @@ class CompileBudget:
         if graph in self._settled:
             return self._together(self._settled)[graph]
         return self._choose(graph)
+
+
+def _again(limit: int | float, several_calls: bool, compiler: str) -> CompileBudget:
+    return CompileBudget(limit, several_calls=several_calls, compiler=compiler)
