@@ -1,8 +1,9 @@
-"""Compiled code under a limit, where its graphs call whole graphs: regions that are compiled once,
-branches, loops.
+"""Compiled code under a limit, where its graphs call whole graphs (regions that are compiled once,
+branches, loops) or operators of a library.
 
-torch traces such a call on what it knows of an earlier one, so its results tell nothing about
-memory; and what runs inside takes memory that no node of the outer graph shows.
+torch traces a call of a region on what it knows of an earlier one, and an operator with a function
+that its author wrote, so their results tell nothing about memory; and what runs inside a graph
+takes memory that no node of the outer one shows.
 """
 
 from __future__ import annotations
@@ -76,6 +77,25 @@ class Branches(Layers):
         return x.square().mean()
 
 
+@torch.library.custom_op("test_inductor_calls::noisy", mutates_args=())
+def noisy(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x + torch.rand_like(x), x * torch.rand_like(x)
+
+
+noisy.register_fake(lambda x: (x, x))
+noisy.register_autograd(lambda ctx, *given: given[0] + given[1])
+
+
+class TracedAsItsArgument(Layers):
+    """An operator that draws, whose results stand for its argument while torch traces."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            one, two = noisy(layer(x).tanh())
+            x = one.sigmoid() * two.exp()
+        return x.square().mean()
+
+
 def step(model: nn.Module, call: Any) -> list[Tensor]:
     model.zero_grad()
     torch.manual_seed(1)
@@ -116,3 +136,18 @@ def test_what_a_branch_makes_counts() -> None:
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     assert same(expected, step(model, compiled))
     assert abs(peak(model, compiled) - (backend.report().planned_peak or 0)) <= 64
+
+
+def test_an_operator_that_is_traced_as_its_argument_does_not_run_again() -> None:
+    """Its results counted as views of the argument, which cost nothing to make again: it ran a
+    second time in the backward, and drew other numbers there."""
+    plain, model = TracedAsItsArgument(), TracedAsItsArgument()
+    usual = torch.compile(plain, backend="aot_eager")
+    expected, most = step(plain, usual), peak(plain, usual)
+    torch._dynamo.reset()
+    backend = lowtide.CompileBudget(int(0.8 * most), compiler="aot_eager")
+    compiled = torch.compile(model, backend=backend)
+    assert same(expected, step(model, compiled))
+    assert abs(peak(model, compiled) - (backend.report().planned_peak or 0)) <= 64
+    (graph,) = backend.report().graphs
+    assert graph.recomputed > 0

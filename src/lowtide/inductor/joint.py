@@ -30,6 +30,7 @@ from lowtide.inductor.nodes import (
     key_of,
     nbytes_of,
     numel_of,
+    returns_new,
     taken_in,
     values_of,
     writes,
@@ -210,7 +211,7 @@ class Joint:
             self._seen[node] = found
             return
         subgraphs = partitioner.subgraphs_of(self.traced.module, node)
-        if subgraphs:
+        if subgraphs or (returns_new(node, _AGAIN) and self._seem_known(value)):
             self._call(node, reads, value, tuple(Joint(s, fuse=self.fuse) for s in subgraphs))
             return
         known = self._aliased(value)
@@ -258,10 +259,11 @@ class Joint:
     def _call(
         self, node: Any, reads: tuple[int, ...], value: Any, inner: tuple[Joint, ...]
     ) -> None:
-        """Enter a call of whole graphs.
+        """Enter a call of whole graphs, or of a custom operator, whose results are new.
 
-        What torch has traced as its results may be those of another call of the same graphs, and
-        says nothing of storages: which of them are arguments follows from the graph itself.
+        What torch has traced as its results may be those of another call of the same graphs, or an
+        argument that stands for them, and says nothing of storages: which results of a graph are
+        arguments follows from the graph itself.
         """
         operands = partitioner.call_of_one(node)
         places: dict[int, tuple[int, ...]] = {}  # by storage of the graph that is called
@@ -287,8 +289,14 @@ class Joint:
         self._parts[node] = parts
         self._seen[node] = tuple(dict.fromkeys(s for part in parts for s in part))
         op = self._operation(node, reads, tuple(makes))
-        op.inner, op.seconds = inner, max(sum(o.seconds for o in each.ops) for each in inner)
+        if inner:
+            op.inner, op.seconds = inner, max(sum(o.seconds for o in each.ops) for each in inner)
         self.ops.append(op)
+
+    def _seem_known(self, value: Any) -> bool:
+        """Whether traced results share their storages with one another or with other tensors."""
+        keys = [key_of(tensor) for tensor in flatten(value) if isinstance(tensor, torch.Tensor)]
+        return len(set(keys)) < len(keys) or any(key in self._by_key for key in keys)
 
     def _part(self, node: Any, parts: list[tuple[int, ...]]) -> tuple[int, ...]:
         """The storage of one of several results of a call of graphs."""

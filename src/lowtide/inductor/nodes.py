@@ -93,6 +93,15 @@ def is_view(node: Any) -> bool:
     return partitioner.is_overload(target) and bool(target.is_view)
 
 
+def returns_new(node: Any, trusted: tuple[str, ...]) -> bool:
+    """Whether an operator says that its results are new, though it may have been traced as if they
+    were an argument (`register_fake(lambda x: x)`). Those of `trusted` namespaces are not."""
+    target = node.target
+    if not partitioner.is_overload(target) or target.namespace in trusted:
+        return False
+    return not any(result.alias_info for result in _compat.schema_of(target).returns)
+
+
 def draws(node: Any) -> bool:
     """Whether an operation draws random numbers from a generator."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
