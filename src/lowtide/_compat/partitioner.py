@@ -229,6 +229,11 @@ def call_of_one(node: Any) -> list[Any] | None:
     return list(node.args[2:]) if name == "invoke_subgraph" else None
 
 
+def calls_mutating_operator(node: Any) -> bool:
+    """Whether a node calls an operator that writes to its arguments on copies of these."""
+    return getattr(node.target, "_name", "") in ("auto_functionalized", "auto_functionalized_v2")
+
+
 def keeps_iterations(node: Any) -> bool:
     """Whether a node has the results of two iterations at once, or of all of them twice."""
     return getattr(node.target, "_name", "") in ("map_impl", "while_loop")

@@ -98,7 +98,7 @@ def returns_new(node: Any, trusted: tuple[str, ...]) -> bool:
     were an argument (`register_fake(lambda x: x)`). Those of `trusted` namespaces are not."""
     target = node.target
     if not partitioner.is_overload(target) or target.namespace in trusted:
-        return False
+        return partitioner.calls_mutating_operator(node)
     return not any(result.alias_info for result in _compat.schema_of(target).returns)
 
 
