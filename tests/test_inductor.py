@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -162,6 +164,33 @@ def test_what_is_predicted_is_measured(share: float) -> None:
     assert graph.peak <= share * graph.plain_peak
 
 
+class Wide(torch.autograd.Function):
+    """Its backward makes something large of the incoming gradient, then reads its input, and only
+    then is done with the former."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *given: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        wide = given[0].repeat(8, 1, 1)
+        slope = x.cos()
+        return wide.mean(0) * slope
+
+
+def test_what_a_backward_makes_without_its_gradient_runs_where_it_was_traced() -> None:
+    """It was predicted to run later, right before what needs it, and limits were exceeded."""
+    backend = lowtide.CompileBudget("1 GiB", compiler="aot_eager")
+    compiled = torch.compile(lambda x: Wide.apply(x).sum(), backend=backend)
+    x = X.clone().requires_grad_()
+    compiled(x).backward()
+    (graph,) = backend.report().graphs
+    assert abs(lowtide.measure(lambda: compiled(x).backward()).peak_bytes - graph.peak) <= 64
+
+
 def test_a_limit_that_is_met_changes_nothing() -> None:
     expected, plain = plain_steps(Net, "aot_eager", 1)
     model, backend = Net(), lowtide.CompileBudget(plain, compiler="aot_eager")
@@ -200,6 +229,20 @@ def test_arguments() -> None:
         lowtide.CompileBudget(0.5, compiler="eager")
     with pytest.raises(UsageError, match="fraction"):
         lowtide.CompileBudget(1.5)
+
+
+def test_a_compiled_model_is_copied_and_saved() -> None:
+    """As without a budget; the copy has one of its own, of the same limit."""
+    backend = lowtide.CompileBudget(0.8, several_calls=True, compiler="aot_eager")
+    compiled = torch.compile(nn.Linear(4, 4), backend=backend)
+    rows = torch.ones(8, 4)
+    compiled(rows).sum().backward()
+    for copied in (copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))):
+        assert torch.equal(copied(rows), compiled(rows))
+        copied(rows).sum().backward()
+    again = copy.deepcopy(backend)
+    assert (again.limit, again.several_calls, again.compiler) == (0.8, True, "aot_eager")
+    assert not again.report().graphs
 
 
 # ----------------------------------------------------------------------------- Inductor's memory
@@ -314,6 +357,32 @@ def test_code_that_cannot_be_read_leaves_room_for_the_model(
     planned = backend.report().planned_peak
     assert planned is not None
     assert planned <= 0.96 * limit
+
+
+def test_code_that_cannot_be_read_is_refused_by_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was compiled to learn its true peak, and run when that could not be learned."""
+
+    def unreadable(graph: Any, examples: Any, options: dict[str, Any], mode: Any) -> Any:
+        split = options["custom_partitioner_fn"]
+        return partitioner.compile_with_aot_eager(graph, examples, split)
+
+    monkeypatch.setattr(partitioner, "compile_with_inductor", unreadable)
+
+    def refusal(limit: int) -> int:
+        torch._dynamo.reset()
+        with pytest.raises(BudgetError) as caught:
+            step(model, torch.compile(model, backend=lowtide.CompileBudget(limit)))
+        assert caught.value.minimum is not None
+        return caught.value.minimum
+
+    model = Net(blocks=2)
+    minimum = refusal(int(0.8 * refusal(1)))
+    torch._dynamo.reset()
+    backend = lowtide.CompileBudget(minimum)
+    step(model, torch.compile(model, backend=backend))
+    planned = backend.report().planned_peak
+    assert planned is not None
+    assert planned <= 0.97 * minimum
 
 
 class Decoder(nn.Module):
@@ -503,6 +572,21 @@ def test_blocks_that_share_their_code() -> None:
     assert all(same(one, step(model, model, inputs)) for one in expected)
     assert len(backend.report().graphs) == 2, "the first block's input needs no gradient"
     assert peak(model, model, inputs) <= limit
+
+
+def test_a_graph_that_is_compiled_again_keeps_its_sizes() -> None:
+    """It was traced again with another batch, whose sizes became symbols: what was chosen for it
+    had other names then, and it went on with as little as can be saved."""
+    model = Mixer()
+    backend = lowtide.CompileBudget("1 GB", several_calls=True, compiler="aot_eager")
+    compiled = torch.compile(model, backend=backend)
+    for _ in range(2):
+        (compiled(torch.randn(64, 32)) + compiled(torch.randn(64, 32))).backward()
+    (graph,) = backend.report().graphs
+    assert graph.saved_bytes == graph.plain_saved_bytes
+    assert graph.recomputed == 0
+    traced = backend._graphs[0].search.joint.traced
+    assert not any(isinstance(node.meta.get("val"), torch.SymInt) for node in traced.nodes)
 
 
 def test_a_step_without_backward_is_off_the_books() -> None:

@@ -169,6 +169,76 @@ class JointGraph:
         return halves
 
 
+def is_called_by_another(inputs: Any) -> bool:
+    """Whether what AOTAutograd wants split is a graph that the one to come calls (a region that is
+    compiled once): for these it gives no inputs."""
+    return not inputs
+
+
+def split_by_torch(module: Any, outputs: int, static: list[int] | None) -> tuple[Any, Any]:
+    """Split a joint graph as torch alone would."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    halves: tuple[Any, Any] = min_cut_rematerialization_partition(
+        module, [], num_fwd_outputs=outputs, static_lifetime_input_indices=static
+    )
+    return halves
+
+
+class Subgraph:
+    """A graph that a node of another one calls (a branch, the body of a loop, a region that is
+    compiled once), with as much of `JointGraph` as it takes to know its memory."""
+
+    static: tuple[int, ...] = ()
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    @property
+    def nodes(self) -> list[Any]:
+        return list(self.module.graph.nodes)
+
+    def tangent_dependent(self) -> set[Any]:
+        return set()
+
+    def results(self) -> tuple[list[Any], list[Any]]:
+        (returned,) = next(iter(self.module.graph.find_nodes(op="output"))).args
+        return list(returned) if isinstance(returned, list | tuple) else [returned], []
+
+    def overwritten(self) -> set[Any]:
+        return set()
+
+    def prefers_channels_last(self) -> bool:
+        return False
+
+    def converted_inputs(self) -> set[Any]:
+        return set()
+
+
+def subgraphs_of(module: Any, node: Any) -> list[Subgraph]:
+    """The graphs that a node of this module calls."""
+    if not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return []
+    found = (getattr(module, n.target, None) for n in node.all_input_nodes if n.op == "get_attr")
+    return [Subgraph(graph) for graph in found if isinstance(graph, torch.fx.GraphModule)]
+
+
+def call_of_one(node: Any) -> list[Any] | None:
+    """The operands of a node that does no more than call one graph; None for any other node."""
+    name = getattr(node.target, "_name", "")
+    return list(node.args[2:]) if name == "invoke_subgraph" else None
+
+
+def calls_mutating_operator(node: Any) -> bool:
+    """Whether a node calls an operator that writes to its arguments on copies of these."""
+    return getattr(node.target, "_name", "") in ("auto_functionalized", "auto_functionalized_v2")
+
+
+def keeps_iterations(node: Any) -> bool:
+    """Whether a node has the results of two iterations at once, or of all of them twice."""
+    return getattr(node.target, "_name", "") in ("map_impl", "while_loop")
+
+
 @contextlib.contextmanager
 def _remembered_cuts(mine: Any, known: dict[Any, Any]) -> Iterator[None]:
     """Find each minimum cut of one graph once: other budgets ask for the same cuts."""
@@ -289,6 +359,17 @@ def compile_with_aot_eager(graph: Any, examples: Any, choose: Callable[..., Any]
         partition_fn=choose,
         keep_inference_input_mutations=True,
     )(graph, examples)
+
+
+def traced_inputs(graph: Any, examples: Any) -> list[Any]:
+    """What Dynamo has traced a graph with: its inputs without memory, some of their sizes symbols.
+
+    Of other inputs it would not be known which of their sizes are. Dynamo removes them from the
+    graph when it is done.
+    """
+    inputs = graph.graph.find_nodes(op="placeholder")
+    found = zip(inputs, examples, strict=True)
+    return [node.meta.get("example_value", example) for node, example in found]
 
 
 def tracing_context() -> Any:

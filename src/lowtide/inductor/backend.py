@@ -102,6 +102,11 @@ class CompileBudget:
     def __exit__(self, *exc: object) -> None:
         """Never called, but asked for before `__enter__` is."""
 
+    def __reduce__(self) -> Any:
+        """A copy, pickled or not, is a budget of the same limit that has compiled nothing yet, as
+        is what `torch.compile` returned if it is copied."""
+        return _again, (self.limit, self.several_calls, self.compiler)
+
     def __repr__(self) -> str:
         share = isinstance(self.limit, float)
         shown = f"{self.limit!r} of the plain peak" if share else exact_bytes(int(self.limit))
@@ -144,7 +149,8 @@ class CompileBudget:
         """What a graph saves, given what the open calls hold.
 
         If more of the step is to come, how much is unknown, so it saves as little as possible. A
-        choice that only a prediction puts over the limit is compiled, to learn its true peak.
+        choice that only a prediction puts over the limit is compiled, to learn its true peak,
+        unless the code is known not to tell it.
         """
         search, ledger = graph.search, self._ledger
         limit = self._limit_with(graph)
@@ -160,7 +166,8 @@ class CompileBudget:
         if need > limit and not (unknown and isinstance(self.limit, float)):
             choice = min((choice, search.least()), key=lambda c: c.outcome.peak)
             need = ledger.peak_with(graph, choice.outcome)
-            guessed = self.compiler == "inductor" and not search.is_known(choice)
+            guessed = self.compiler == "inductor" and not graph.unread
+            guessed = guessed and not search.is_known(choice)
             if need > limit and not (guessed and need <= _FAR * limit):
                 raise self._refusal(graph, choice, limit)
         return choice
@@ -224,3 +231,7 @@ class CompileBudget:
         if graph in self._settled:
             return self._together(self._settled)[graph]
         return self._choose(graph)
+
+
+def _again(limit: int | float, several_calls: bool, compiler: str) -> CompileBudget:
+    return CompileBudget(limit, several_calls=several_calls, compiler=compiler)

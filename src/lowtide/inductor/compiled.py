@@ -19,7 +19,8 @@ from lowtide._compat import partitioner
 from lowtide._compat.lowered import Lowered, watching_lowering
 from lowtide.errors import BudgetError, CompiledWarning
 from lowtide.inductor.generated import peaks
-from lowtide.inductor.joint import Joint, draws
+from lowtide.inductor.joint import Joint
+from lowtide.inductor.nodes import draws
 from lowtide.inductor.report import GraphReport
 from lowtide.inductor.search import Choice, Search
 
@@ -43,6 +44,7 @@ class CompiledGraph:
         self.options = options
         self.more_follows = partitioner.broken_off(graph)
         self.context = partitioner.tracing_context()
+        self.traced_with: list[Any] = []
         self.search: Search = None  # type: ignore[assignment]  # set by the first split
         self.choice: Choice | None = None
         self.wanted: frozenset[str] | None = None
@@ -57,6 +59,8 @@ class CompiledGraph:
         self.planned_for: int | None = None
         """With symbolic sizes: bytes of the inputs that were planned for, or last warned about."""
         self.margin = _READ if budget.compiler == "inductor" else 0.0
+        self.unread = False
+        """Whether the generated code cannot be read, so that predictions have the last word."""
 
     def __call__(self, *args: Any) -> Any:
         budget = self.budget
@@ -68,7 +72,7 @@ class CompiledGraph:
             self.change_to(budget._choose(self))
         if self.code is None:
             with partitioner.tracing_again(self.context):
-                self.compile(args)
+                self.compile(self.traced_with)
             if self.refused is not None:
                 raise self.refused.again()
         assert self.code is not None
@@ -109,6 +113,7 @@ class CompiledGraph:
 
     def compile(self, examples: Any) -> None:
         """Generate the code, again if its memory is not what the choice was made for."""
+        self.traced_with = self.traced_with or partitioner.traced_inputs(self.traced, examples)
         self.dynamic |= any(isinstance(example, torch.SymInt) for example in examples)
         try:
             self._compile_and_correct(examples)
@@ -133,7 +138,7 @@ class CompiledGraph:
         The search starts afresh: what was learned so far depends on the limit, and this must not,
         so that the limit which a refusal names can be kept when it is then requested.
         """
-        if self.budget.compiler != "inductor" or self.margin == _UNREAD:
+        if self.budget.compiler != "inductor" or self.unread or self.margin == _UNREAD:
             return error
         search = self.search = Search(self.search.joint)
         goal = search.least().outcome.peak
@@ -144,7 +149,7 @@ class CompiledGraph:
                 break
             self.choice, self.wanted = choice, search.names(choice)
             if self.wanted not in self.known and self._read(self._compile(examples)) is None:
-                self.margin = _UNREAD
+                self.unread, self.margin = True, _UNREAD
                 return error
             search.learn(choice, *self.known[self.wanted])
         try:
@@ -182,10 +187,10 @@ class CompiledGraph:
         read = self._read(lowered)
         if read is not None:
             self.choice = self.search.learn(self.choice, *read)
-        elif self.margin == _UNREAD:
+        elif self.unread:
             return False
         else:
-            self.margin = _UNREAD
+            self.unread, self.margin = True, _UNREAD
         limit = budget._limit_with(self)
         if self.margin == _UNREAD:
             limit = budget._allowed(limit, [self])
@@ -221,7 +226,11 @@ class CompiledGraph:
         static_lifetime_input_indices: list[int] | None = None,
         **_: Any,
     ) -> tuple[Any, Any]:
-        """The partitioner, called by AOTAutograd with a joint graph."""
+        """The partitioner, called by AOTAutograd with a joint graph, and before that with those of
+        regions that this graph calls, which torch splits."""
+        if partitioner.is_called_by_another(inputs):
+            static = static_lifetime_input_indices
+            return partitioner.split_by_torch(module, num_fwd_outputs, static)
         traced = partitioner.JointGraph(module, num_fwd_outputs, static_lifetime_input_indices)
         if not traced.has_backward:
             return traced.split_without_backward()

@@ -3,9 +3,10 @@
 Problem: torch hands its partitioner thousands of FX nodes, many of them views, tuples and symbols;
 choosing what to save needs bytes, times and dependencies. Invariant: a storage is counted once,
 however many nodes see it, and its bytes come from the traced shapes (for a symbolic size, its value
-while compiling). What must not run twice is not `again`: collectives, custom operators, writes, and
-whatever reads an input that the forward overwrites. Imports `_compat`, costs, workspace. Rejected:
-one value per node, as in torch's own knapsack, which counts a storage once for each of its views.
+while compiling). What must not run twice is not `again`: collectives, custom operators, writes,
+calls of whole graphs, and what reads an input that the forward overwrites. Imports `_compat`,
+nodes, costs, workspace. Rejected: one value per node, as in torch's own knapsack, which counts a
+storage once for each of its views.
 """
 
 from __future__ import annotations
@@ -18,6 +19,22 @@ import torch
 
 from lowtide import _compat
 from lowtide._compat import partitioner
+from lowtide.inductor.nodes import (
+    by_element,
+    device_of,
+    draws,
+    elements_of,
+    fusible,
+    in_channels_last,
+    is_view,
+    key_of,
+    nbytes_of,
+    numel_of,
+    returns_new,
+    taken_in,
+    values_of,
+    writes,
+)
 from lowtide.kernels.costs import CostModel, DeviceModel
 from lowtide.kernels.workspace import kernel_workspace
 from lowtide.tape.values import flatten
@@ -35,8 +52,6 @@ _SLOW = frozenset(
 _NS_SLOW, _NS_PLAIN = 0.8, 0.08
 # On a CPU, Inductor writes results of these to memory if they are read more than once.
 _REUSED = frozenset(("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh"))
-# Never inlined elementwise into their readers.
-_WHOLE = frozenset(("cat", "cumsum", "cumprod", "logcumsumexp", "inductor_random"))
 # Bytes of a random state on the CPU. An accelerator's takes none of its memory: torch keeps it in a
 # generator or, as 16 bytes, on the CPU (`functionalize_rng_ops`).
 _STATE = 5056
@@ -59,6 +74,7 @@ class Op:
         again: may run a second time, in the backward.
         late: depends on an incoming gradient.
         state: bytes of the random state that the device saves for it if it runs twice.
+        inner: the graphs that it calls, of which one runs at a time.
     """
 
     node: Any
@@ -74,6 +90,7 @@ class Op:
     again: bool
     late: bool
     state: int
+    inner: tuple[Joint, ...] = ()
 
 
 @dataclass(slots=True)
@@ -101,6 +118,10 @@ class Joint:
         gradients: storages that the backward makes and returns.
         parameter_gradients: those of them that are gradients of parameters, which stay.
         tangents: storages of the incoming gradients.
+        first_late: index of the first operation that is traced once an incoming gradient is read;
+            -1: none is.
+        passed_on: nodes that get a storage back from a call of graphs that it was given to. Only
+            that call can make them, so they are saved with it.
         bound: storages that have to be saved if the backward reads them.
         results_last: whether the caller holds `returned` while this graph's backward runs.
         bandwidth: bytes per second that fused kernels move.
@@ -108,18 +129,24 @@ class Joint:
     """
 
     def __init__(
-        self, traced: partitioner.JointGraph, *, fuse: bool, results_last: bool = True
+        self,
+        traced: partitioner.JointGraph | partitioner.Subgraph,
+        *,
+        fuse: bool,
+        results_last: bool = True,
     ) -> None:
-        self.traced = traced
+        self.traced: Any = traced
         self.fuse = fuse
         self.results_last = results_last
         self.ops: list[Op] = []
         self.storages: list[Storage] = []
         self._by_key: dict[int, int] = {}
         self._seen: dict[Any, tuple[int, ...]] = {}
+        self._parts: dict[Any, list[tuple[int, ...]]] = {}  # by result of a call of graphs
+        self.passed_on: dict[int, list[Any]] = {}
         self._late = traced.tangent_dependent()
         self.tangents: list[int] = []
-        device = _device(traced.nodes)
+        device = device_of(traced.nodes)
         self.on_cpu = device.type == "cpu"
         self._costs = CostModel(device)
         self.model: DeviceModel = self._costs.model
@@ -129,7 +156,10 @@ class Joint:
         self._changed: set[int] = set()
         converted = traced.converted_inputs() if fuse else frozenset()
         self._channels_last = fuse and traced.prefers_channels_last()
+        self.first_late = -1
         for node in traced.nodes:
+            if self.first_late < 0 and node in self._late and node.op != "placeholder":
+                self.first_late = len(self.ops)
             self._enter(node)
             if node in converted:
                 self._convert(node)
@@ -144,6 +174,7 @@ class Joint:
         ) | frozenset(
             s for n in traced.nodes if partitioner.must_be_saved(n) for s in self._seen.get(n, ())
         )
+        self.bound |= {s for s in self.passed_on if self.storages[s].maker != OUTSIDE}
 
     def is_input(self, node: Any) -> bool:
         """Whether a node is an input tensor of the forward, which costs nothing to hold."""
@@ -175,21 +206,26 @@ class Joint:
         inputs = node.all_input_nodes
         reads = tuple(dict.fromkeys(s for n in inputs for s in self._seen.get(n, ())))
         if node.target is operator.getitem:
-            source = self._seen.get(node.args[0], ())
-            self._seen[node] = self._picked(node, source, value)
+            source, parts = self._seen.get(node.args[0], ()), self._parts.get(node.args[0])
+            found = self._picked(node, source, value) if parts is None else self._part(node, parts)
+            self._seen[node] = found
+            return
+        subgraphs = partitioner.subgraphs_of(self.traced.module, node)
+        if subgraphs or (returns_new(node, _AGAIN) and self._seem_known(value)):
+            self._call(node, reads, value, tuple(Joint(s, fuse=self.fuse) for s in subgraphs))
             return
         known = self._aliased(value)
-        if known is None and _is_view(node):  # a view that a pass of Inductor's inserted
+        if known is None and is_view(node):  # a view that a pass of Inductor's inserted
             known = reads[:1]
-        if known is not None and not _writes(node):
+        if known is not None and not writes(node):
             self._seen[node] = known
             return
         if not isinstance(value, torch.Tensor | tuple | list) and not reads:
             self._seen[node] = ()  # arithmetic on symbols
             return
         index = len(self.ops)
-        makes = () if _writes(node) else self._stored(node, value, index)
-        self._seen[node] = reads[:1] if _writes(node) else makes
+        makes = () if writes(node) else self._stored(node, value, index)
+        self._seen[node] = reads[:1] if writes(node) else makes
         self.ops.append(self._operation(node, reads, makes))
 
     def _convert(self, node: Any) -> None:
@@ -198,7 +234,7 @@ class Joint:
         made, index = len(self.storages), len(self.ops)
         self.storages.append(Storage(self.storages[source].nbytes, index, None))
         copy = Op(node, (source,), (made,), 0.0, 0, fused=True, inlined=False, slow=False,
-                  elements=_numel(node.meta["val"]), taken_in=False, again=False, late=False,
+                  elements=numel_of(node.meta["val"]), taken_in=False, again=False, late=False,
                   state=0)  # fmt: skip
         self.ops.append(copy)
         self._seen[node] = (made,)
@@ -209,21 +245,73 @@ class Joint:
         for tensor in flatten(value):
             if not isinstance(tensor, torch.Tensor):
                 continue
-            key = _key(tensor)
+            key = key_of(tensor)
             number = self._by_key.get(key) if key is not None else None
             if number is None:
                 number = len(self.storages)
                 plain = node if isinstance(value, torch.Tensor) else None
-                self.storages.append(Storage(_nbytes(tensor), maker, plain))
+                self.storages.append(Storage(nbytes_of(tensor), maker, plain))
                 if key is not None:
                     self._by_key[key] = number
             found.append(number)
         return tuple(found)
 
+    def _call(
+        self, node: Any, reads: tuple[int, ...], value: Any, inner: tuple[Joint, ...]
+    ) -> None:
+        """Enter a call of whole graphs, or of a custom operator, whose results are new.
+
+        What torch has traced as its results may be those of another call of the same graphs, or an
+        argument that stands for them, and says nothing of storages: which results of a graph are
+        arguments follows from the graph itself.
+        """
+        operands = partitioner.call_of_one(node)
+        places: dict[int, tuple[int, ...]] = {}  # by storage of the graph that is called
+        returned: list[Any] = []
+        if operands is not None:
+            returned = inner[0].traced.results()[0]
+            inputs = [n for n in inner[0].traced.nodes if n.op == "placeholder"]
+            for given, taken in zip(operands, inputs, strict=False):
+                places |= dict.fromkeys(inner[0].storages_of(taken), self._seen.get(given, ()))
+        index = len(self.ops)
+        makes: list[int] = []
+        parts: list[tuple[int, ...]] = []
+        for place, item in enumerate(value if isinstance(value, tuple | list) else [value]):
+            below = inner[0].storages_of(returned[place]) if place < len(returned) else ()
+            known = places.get(below[0], ()) if below else ()
+            if not known and isinstance(item, torch.Tensor):
+                known = (len(self.storages),)
+                places |= dict.fromkeys(below, known)
+                makes.extend(known)
+                plain = node if isinstance(value, torch.Tensor) else None
+                self.storages.append(Storage(nbytes_of(item), index, plain))
+            parts.append(known)
+        self._parts[node] = parts
+        self._seen[node] = tuple(dict.fromkeys(s for part in parts for s in part))
+        op = self._operation(node, reads, tuple(makes))
+        if inner:
+            op.inner, op.seconds = inner, max(sum(o.seconds for o in each.ops) for each in inner)
+        self.ops.append(op)
+
+    def _seem_known(self, value: Any) -> bool:
+        """Whether traced results share their storages with one another or with other tensors."""
+        keys = [key_of(tensor) for tensor in flatten(value) if isinstance(tensor, torch.Tensor)]
+        return len(set(keys)) < len(keys) or any(key in self._by_key for key in keys)
+
+    def _part(self, node: Any, parts: list[tuple[int, ...]]) -> tuple[int, ...]:
+        """The storage of one of several results of a call of graphs."""
+        found: tuple[int, ...] = parts[node.args[1]]
+        for number in found:
+            if self.storages[number].node is None:
+                self.storages[number].node = node
+            else:
+                self.passed_on.setdefault(number, []).append(node)
+        return found
+
     def _picked(self, node: Any, source: tuple[int, ...], value: Any) -> tuple[int, ...]:
         """The storage of one of several results (`getitem`)."""
         place = node.args[1]
-        key = _key(value) if isinstance(value, torch.Tensor) else None
+        key = key_of(value) if isinstance(value, torch.Tensor) else None
         number = self._by_key.get(key) if key is not None else None
         if number is None and len(source) > place:
             number = source[place]
@@ -236,13 +324,13 @@ class Joint:
     def _aliased(self, value: Any) -> tuple[int, ...] | None:
         """The storages of a result that is only views; None if some of it is new."""
         tensors = [t for t in flatten(value) if isinstance(t, torch.Tensor)]
-        keys = [_key(tensor) for tensor in tensors]
+        keys = [key_of(tensor) for tensor in tensors]
         numbers = [self._by_key.get(key) if key is not None else None for key in keys]
         found = tuple(n for n in numbers if n is not None)
         return found if tensors and len(found) == len(tensors) else None
 
     def _operation(self, node: Any, reads: tuple[int, ...], makes: tuple[int, ...]) -> Op:
-        fused = self.fuse and _fusible(node) and not any(map(_taken_in, node.all_input_nodes))
+        fused = self.fuse and fusible(node) and not any(map(taken_in, node.all_input_nodes))
         again = (
             partitioner.is_overload(node.target)
             and node.target.namespace in _AGAIN
@@ -250,29 +338,29 @@ class Joint:
             and not (draws(node) and self.fuse and node.target.namespace != "aten")
             and self._changed.isdisjoint(reads)
         )
-        args, kwargs = _values((node.args, node.kwargs))
+        args, kwargs = values_of((node.args, node.kwargs))
         result = node.meta.get("val")
         made = sum(self.storages[number].nbytes for number in makes)
         seconds, workspace = self.model.launch, 0
         inlined, elements = fused and isinstance(result, torch.Tensor), 0
         if partitioner.is_overload(node.target):
             if fused:
-                elements = _elements(node, result)
-                inlined = inlined and _by_element(node)
+                elements = elements_of(node, result)
+                inlined = inlined and by_element(node)
                 seconds = self._computing(node, elements)
             else:
-                result = _values(result)
+                result = values_of(result)
                 seconds = self._costs.seconds(node.target, args, kwargs, result)
                 name = _compat.schema_of(node.target).name
                 if self._channels_last and name.startswith("aten::convolution"):
-                    args = [_in_channels_last(arg) for arg in args]
+                    args = [in_channels_last(arg) for arg in args]
                 tensors = [t for a in args for t in flatten(a) if isinstance(t, torch.Tensor)]
                 workspace = int(kernel_workspace(name, tensors, args, made))
         late, state = node in self._late, _STATE if draws(node) and self.on_cpu else 0
         slow = inlined and node.target.overloadpacket.__name__ in _REUSED
         return Op(
             node, reads, makes, seconds, workspace, fused, inlined, slow, elements,
-            self.fuse and _taken_in(node), again, late, state,
+            self.fuse and taken_in(node), again, late, state,
         )  # fmt: skip
 
     def _computing(self, node: Any, elements: int) -> float:
@@ -281,107 +369,3 @@ class Joint:
         each = _NS_SLOW if name in _SLOW else _NS_PLAIN
         cores = max(1.0, self.model.flops / 9e10)
         return elements * each * 1e-9 / cores
-
-
-# ------------------------------------------------------------------------------ facts of a node
-
-
-def _device(nodes: list[Any]) -> torch.device:
-    for node in nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-            return value.device
-    return torch.device("cpu")
-
-
-def _key(tensor: torch.Tensor) -> int | None:
-    try:
-        return _compat.storage_key(tensor)
-    except (NotImplementedError, RuntimeError):
-        return None
-
-
-def _in_channels_last(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or value.dim() != 4:
-        return value
-    return value.to(memory_format=torch.channels_last)
-
-
-def _numel(tensor: torch.Tensor) -> int:
-    count = 1
-    for size in tensor.shape:
-        count *= partitioner.size_hint(size)
-    return count
-
-
-def _elements(node: Any, result: Any) -> int:
-    """Elements that a fused operation iterates over: of its result, or of what it reduces."""
-    counted = [*flatten(result), *(n.meta.get("val") for n in node.all_input_nodes)]
-    return max((_numel(t) for t in counted if isinstance(t, torch.Tensor)), default=0)
-
-
-def _taken_in(node: Any) -> bool:
-    """Whether Inductor merges a product and the sum that reads it into one operation (addmm)."""
-    if node.target is not torch.ops.aten.mm.default or len(node.users) != 1:
-        return False
-    (user,) = node.users
-    return (
-        user.target is torch.ops.aten.add.Tensor
-        and len(user.all_input_nodes) == 2
-        and all(n.meta["val"].shape == user.meta["val"].shape for n in user.all_input_nodes)
-    )
-
-
-def _by_element(node: Any) -> bool:
-    """Whether Inductor can compute an element of the result by itself, where it is read."""
-    target = node.target
-    return torch.Tag.reduction not in target.tags and target.overloadpacket.__name__ not in _WHOLE
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    """Bytes of the storage that sizes and strides reach."""
-    reach = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        size = partitioner.size_hint(size)
-        if size == 0:
-            return 0
-        reach += (size - 1) * partitioner.size_hint(stride)
-    return reach * tensor.element_size()
-
-
-def _writes(node: Any) -> bool:
-    target = node.target
-    return partitioner.is_overload(target) and bool(_compat.schema_of(target).is_mutable)
-
-
-def _is_view(node: Any) -> bool:
-    target = node.target
-    return partitioner.is_overload(target) and bool(target.is_view)
-
-
-def draws(node: Any) -> bool:
-    """Whether an operation draws random numbers from a generator."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
-def _fusible(node: Any) -> bool:
-    target = node.target
-    packet = target.overloadpacket if partitioner.is_overload(target) else target
-    return packet in partitioner.fusible_operators() or (
-        getattr(target, "namespace", "") in ("prims", "inductor_prims") and not draws(node)
-    )
-
-
-def _values(tree: Any) -> Any:
-    """The arguments of a node: traced tensors in place of nodes, integers in place of symbols."""
-    if isinstance(tree, torch.fx.Node):
-        return _values(tree.meta.get("val"))
-    if isinstance(tree, torch.SymInt):
-        return partitioner.size_hint(tree)
-    if isinstance(tree, torch.Tensor):
-        return partitioner.with_hinted_sizes(tree)
-    if isinstance(tree, dict):
-        return {key: _values(item) for key, item in tree.items()}
-    if isinstance(tree, list | tuple):
-        return tuple(_values(item) for item in tree)
-    return tree

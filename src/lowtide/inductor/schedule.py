@@ -2,10 +2,11 @@
 
 Problem: a choice must be judged by the memory of the resulting code, not by the bytes it saves:
 what is recomputed also lives in the backward, from where torch computes it to its last use.
-Invariant: the rules are those of torch's split. An operation runs at most once in each half; in the
-backward it runs right before the first operation that needs it. With Inductor, a value that only
-its own fused kernel reads takes no memory. Imports joint and kernels. Rejected: summing the saved
-bytes, as `activation_memory_budget` does: where much is recomputed at once, the peak rises again.
+Invariant: the rules are those of torch's split. An operation runs at most once in each half; one of
+the forward runs in the backward right before the first operation that needs it. With Inductor, a
+value that only its own fused kernel reads takes no memory. Imports joint and kernels. Rejected:
+summing the saved bytes, as `activation_memory_budget` does: where much is recomputed at once, the
+peak rises again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowtide.inductor.joint import OUTSIDE, Joint
+from lowtide._compat import partitioner
+from lowtide.inductor.joint import OUTSIDE, Joint, Op
 from lowtide.inductor.kernels import Facts, Half
 
 
@@ -53,6 +55,9 @@ class Scheduler:
 
     def __init__(self, joint: Joint) -> None:
         self.joint = joint
+        for op in joint.ops:
+            if op.inner:
+                op.workspace = _beside_results(op, sum(joint.storages[s].nbytes for s in op.makes))
         self.reads = [op.reads for op in joint.ops]
         self.makes = [op.makes for op in joint.ops]
         self.nbytes = [s.nbytes for s in joint.storages]
@@ -123,14 +128,38 @@ class Scheduler:
             profile=profile,
         )
 
+    def alone(self) -> int:
+        """Peak bytes of all operations, in the order of the trace, with what they return."""
+        stays = {s for s in self.joint.returned if self.maker[s] != OUTSIDE}
+        return self._walk(list(range(len(self.reads))), set(), stays)[0]
+
     # ------------------------------------------------------------------ the two orders
 
     def _backward_order(self, there: set[int]) -> tuple[list[int], set[int]]:
-        """Operations of the backward in order, and which of `there` they read."""
+        """Operations of the backward in order, and which of `there` they read.
+
+        From the first that depends on an incoming gradient, all keep the order of the trace; what
+        was traced before that runs right before the first of them that needs it.
+        """
         maker, reads = self.maker, self.reads
+        kept: set[int] = set()
+        needed = bytearray(len(reads))
+        stack = list(self.joint.gradients)
+        for index in self.late:
+            needed[index] = 1
+            stack.extend(reads[index])
+        while stack:
+            storage = stack.pop()
+            if storage in there:
+                kept.add(storage)
+                continue
+            made = maker[storage]
+            if made != OUTSIDE and not needed[made]:
+                needed[made] = 1
+                stack.extend(reads[made])
+
         order: list[int] = []
         done = bytearray(len(reads))
-        kept: set[int] = set()
 
         def bring(wanted: Iterable[int]) -> None:
             """Append the operations that these storages still need, in the order of the trace."""
@@ -138,11 +167,8 @@ class Scheduler:
             found = []
             while stack:
                 storage = stack.pop()
-                if storage in there:
-                    kept.add(storage)
-                    continue
                 made = maker[storage]
-                if made == OUTSIDE or done[made]:
+                if storage in there or made == OUTSIDE or done[made]:
                     continue
                 done[made] = 1
                 found.append(made)
@@ -150,8 +176,8 @@ class Scheduler:
             found.sort()
             order.extend(found)
 
-        for index in self.late:
-            if not done[index]:
+        for index in range(max(0, self.joint.first_late), len(reads)):
+            if needed[index] and not done[index]:
                 bring(reads[index])
                 done[index] = 1
                 order.append(index)
@@ -276,3 +302,9 @@ class Scheduler:
             touched |= own & half.written
             total += sum(self.nbytes[s] for s in touched)
         return total
+
+
+def _beside_results(op: Op, made: int) -> int:
+    """Bytes that a call of whole graphs has at once, besides its results."""
+    most = max(Scheduler(joint).alone() for joint in op.inner)
+    return max(0, most - made) + (made if partitioner.keeps_iterations(op.node) else 0)

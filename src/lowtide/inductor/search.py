@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lowtide.inductor.joint import Joint
+from lowtide.inductor.joint import OUTSIDE, Joint
 from lowtide.inductor.schedule import Outcome, Scheduler
 from lowtide.inductor.stepgraph import step_graph
 from lowtide.planner import HOLD, Graph, Retention, minimum, solve
@@ -193,6 +193,10 @@ class Search:
     def nodes(self, choice: Choice) -> list[Any]:
         """The nodes to save, in the order of the trace, inputs included."""
         saved = set(self._saved_nodes(choice))
+        for number, again in self.joint.passed_on.items():
+            held = self.joint.storages[number]
+            if held.maker == OUTSIDE or held.node in saved:
+                saved.update(again)
         return [n for n in self.joint.traced.nodes if n in saved or self.joint.is_input(n)]
 
     def least(self) -> Choice:
