@@ -13,7 +13,7 @@ parameters.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Never
 
 import torch
 
@@ -62,10 +62,15 @@ class CompileBudget:
     def __init__(
         self,
         limit: int | float | str,
-        *,
+        *more: Never,
         several_calls: bool = False,
         compiler: str = "inductor",
     ) -> None:
+        if more:
+            raise UsageError(
+                "a CompileBudget takes its limit alone, and torch.compile takes the object: write "
+                'torch.compile(loss, backend=lowtide.CompileBudget("6 GiB")), not the class.'
+            )
         if compiler not in _COMPILERS:
             raise UsageError(
                 f"CompileBudget compiles with {' or '.join(map(repr, _COMPILERS))}; "
