@@ -63,7 +63,8 @@ SHARED = (
     " [{v}_b, {v}_a], alpha=0.5); {v} = {v}_a.sin() * {v}_b",
     "{v}_a, {v}_b = sized({x}, 4) * 1, sized({x}, 2) * 2; torch._foreach_zero_([{v}_a[:2], {v}_b]);"
     " {v} = {v}_a.exp().clamp(max=9)",
-    "{v} = sized({x}, 4) * 1; torch._foreach_copy_([{v}[:2]], [{v}[2:]]); {v} = {v}.sin()",
+    "{v} = sized({x}, 4) * 1; torch._foreach_copy_([{v}[:2].detach()], [{v}[2:].detach()]); {v} ="
+    " {v}.sin()",
     "{v} = sized({x}, 4).clone(); {v}[[0, 1]] += {v}[[2, 3]].tanh(); {v} = {v}.sin()",
     "{v} = sized({x}, 4).clone(); {v}.index_put_((torch.tensor([1, 1]),), sized({x}, 2).sin(),"
     " accumulate=True); {v} = {v}.exp().clamp(max=9)",
@@ -120,9 +121,8 @@ ON_TARGET = (
     "{t}.unfold(0, 1, 1).mul_(0.5)",
     "{t}.expand_as({t}).mul_(0.5)",
     "{t}.detach().numpy().fill(0.25)",
-    "{t}.detach().apply_(lambda v: v * 0.5)",
     "{t}.resize_({t}.shape)",
-    "{t}.set_({t})",
+    "{t}.detach().set_({t}.detach())",
     "{t}.copy_(torch.zeros({t}.shape).expand_as({t}))",
     "{t}.put_(torch.tensor([0]), torch.ones(1, dtype={t}.dtype))",
     "{t}.mT.mul_(0.5)",
@@ -133,6 +133,6 @@ def on_target(p: Pick) -> None:
     """The same on a tensor that the program has already used."""
     t, form = p.target(), p.of(ON_TARGET)
     p.trait("write")
-    if ".data" in form or "numpy" in form or "apply_" in form:
+    if ".data" in form or "numpy" in form:
         p.trait("behind")
     p.emit(form.format(t=t))

@@ -80,7 +80,7 @@ SHAPED = (
     "torch.baddbmm(sized({x}, 2, 2, 2), sized({x}, 2, 2, 3), sized({x}, 2, 3, 2), beta=0.5)",
     "torch.cummax(sized({x}, 2, 3), 1)[0] + torch.cummin(sized({x}, 2, 3), 0)[0]",
     "torch.logcumsumexp(sized({x}, 2, 3), 1)",
-    "torch.unique(sized({x}, 5).round())",
+    "torch.unique(sized({x}, 5).detach().round()).sum() * {x}",
     "torch.unique_consecutive(({x} > 0).flatten().long()).float() * sized({x}, 1)",
     "torch.bucketize(sized({x}, 4).detach(), torch.linspace(-1, 1, 3)) * sized({x}, 4)",
     "torch.histc({x}.detach().float(), 4) * sized({x}, 4)",
