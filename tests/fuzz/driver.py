@@ -229,9 +229,12 @@ class _Run:
         self.out.where = ""
 
     def note_peak(self, index: int) -> None:
+        """Hold steps to their limit that follow a plan: a first step is modelled (rule 13)."""
         if self.budget is None:
             return
         report = self.budget.report()
+        if not report.planned:
+            return
         peak, limit = report.measured_peak, report.limit
         if peak is not None and limit is not None and peak > limit and not self.out.exceeded:
             self.out.exceeded = f"after step {index}: measured {peak} B, limit {limit} B"

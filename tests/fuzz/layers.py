@@ -8,6 +8,8 @@ The invariant: one statement takes any tensor, brings it to shape, and gives bac
 Imports assemble and modules.
 
 Rejected: shapes drawn for each. What surrounds a layer matters here, not which sizes it has.
+Rejected: `torch.linalg.lstsq`. Its last bits depend on the address of what it reads (MKL), so two
+plain runs differ.
 """
 
 from __future__ import annotations
@@ -72,7 +74,6 @@ SHAPED = (
     "torch.linalg.qr(sized({x}, 3, 2) + torch.eye(3, 2))[1]",
     "torch.linalg.slogdet(sized({x}, 3, 3) * 0.3 + torch.eye(3))[1]",
     "torch.linalg.inv(sized({x}, 2, 2) * 0.3 + torch.eye(2))",
-    "torch.linalg.lstsq(sized({x}, 3, 2) + torch.eye(3, 2), sized({x}, 3, 1))[0]",
     "torch.linalg.matrix_exp(sized({x}, 3, 3) * 0.3)",
     "torch.linalg.multi_dot([sized({x}, 2, 3), sized({x}, 3, 4), sized({x}, 4, 2)])",
     "torch.triangular_solve(sized({x}, 2, 1), sized({x}, 2, 2).tril() + 2 * torch.eye(2),"
@@ -125,7 +126,7 @@ SHAPED = (
     " * sized({x}, 4)",
     "torch.fake_quantize_per_tensor_affine(sized({x}, 4).float(), 0.1, 0, -8, 7).sin()",
     "torch.nested.nested_tensor_from_jagged(sized({x}, 4, 2).tanh(), torch.tensor([0, 1, 4]))"
-    ".sin().values()",
+    ".sin().values().clone()",
     "(torch.nested.as_nested_tensor([sized({x}, 2, 2).tanh(), sized({x}, 1, 2)]) * 0.5)"
     ".to_padded_tensor(0.0).clamp(max=5)",
     "torch.vmap(lambda t: t.sin() * t.sum())(sized({x}, 2, 3))",
