@@ -228,6 +228,19 @@ def test_a_saved_tensor_unpacked_by_hand() -> None:
         _ = node._saved_self
 
 
+def test_a_saved_tensor_read_by_hand_after_the_backward_is_no_part_of_the_step() -> None:
+    """The measurement ended with the backward; the step is learned from all the same."""
+    x, budget = leaf(64), lowtide.budget(1.0)
+    for _ in range(3):
+        with budget:
+            y = x.sin().cos()
+            loss = y.square().mean()
+        loss.backward(retain_graph=True)
+        assert torch.equal(y.grad_fn._saved_self, x.detach().sin())
+        del y, loss
+    assert budget.report().planned
+
+
 @every_way
 def test_backward_on_another_thread(way: Way) -> None:
     def scenario(way: Way) -> list[Tensor | None]:

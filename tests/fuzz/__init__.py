@@ -6,8 +6,9 @@ in the combinations (a view written in place after a draw, inside a region, unde
 The invariant: one program is one text of Python. What a test runs and what a failure prints are
 the same text, so a reproduction cannot differ from the failure.
 
-Imports run one way: verdict, functions <- driver, source <- assemble <- operations, writes, blocks,
-endings <- programs <- test_programs, run. Only the driver touches lowtide, through its public API.
+Imports run one way: verdict, functions, modules, tools <- driver, source <- assemble <- operations,
+layers, writes, aliases, blocks, endings <- programs <- test_programs, run. Only the driver touches
+lowtide, through its public API.
 
 Rejected: an interpreter over operation codes with a printer beside it. Two readings of one
 program drift apart, and the printed one is the one a person debugs.

@@ -39,6 +39,16 @@ SHAPES: tuple[tuple[int, ...], ...] = (
     (1, 2, 3, 3),
 )
 LARGEST = 256
+# What torch says of layouts that it calls unfinished.
+STAGES = (
+    ".*prototype",
+    ".*TF32",
+    ".*beta",
+    ".*Sparse invariant",
+    ".*deprecated",
+    ".*pin_memory",
+    ".*AccumulateGrad",
+)
 
 
 class Rejected(Exception):
@@ -79,6 +89,7 @@ class Assembler:
         self._storages: set[int] = set()
         self.namespace: dict[str, Any] = dict(driver.TOOLS)
         self.namespace.update(region=driver.direct, calls=[], stash={})
+        self.namespace.update(turn=lambda: 0, stumble=lambda: None)
         self.namespace.update(watch=lambda *_: None, observe=lambda _: None)
 
     # -- names and tensors
@@ -93,7 +104,8 @@ class Assembler:
 
     def visible(self) -> list[str]:
         """Names of tensors that a statement here may read, the latest first."""
-        fixed = [d.name for d in self.declarations if d.role != "generator"]
+        tensors = [d for d in self.declarations if d.role not in ("generator", "module")]
+        fixed = [d.name for d in tensors]
         return [name for name in self.scope[::-1] + fixed[::-1] if self._usable(name)]
 
     def _usable(self, name: str) -> bool:
@@ -129,6 +141,12 @@ class Assembler:
         self.namespace[name] = eval(value_text(declaration), {"torch": torch, "g": g})
         return name
 
+    def declare_module(self, text: str) -> str:
+        name = self.fresh("n")
+        self.declarations.append(Declaration(name, "module", text=text))
+        self.attempt(f"{name} = {text}")
+        return name
+
     def saved(self, name: str) -> bool:
         """Whether autograd has saved something of this tensor's storage."""
         return self.tensor(name).untyped_storage()._cdata in self._storages
@@ -144,6 +162,8 @@ class Assembler:
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t)
         with hooks, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("error")  # what warns is left out, as errors are
+            for text in STAGES:
+                warnings.filterwarnings("ignore", text)
             torch.manual_seed(0)
             yield
 
@@ -154,6 +174,7 @@ class Assembler:
         try:
             exec(text, self.namespace)
         except (RuntimeError, TypeError, ValueError, IndexError, Warning) as error:
+            self._saved = [(t, t._version) for t, _ in self._saved]
             raise Rejected(str(error)) from None
         if any(t._version != version for t, version in self._saved):
             if self.tolerant:
@@ -181,6 +202,14 @@ class Assembler:
         self._lists[-1].append(Line(f"{', '.join(names)} = {expression}"))
         self.scope += names
         return names
+
+    def execute(self, form: str, **names: str) -> None:
+        name = self.fresh()
+        text = form.format(v=name, **names)
+        self.attempt(text)
+        self._check(name)
+        self._lists[-1] += map(Line, text.split("\n"))
+        self.scope.append(name)
 
     def _check(self, name: str) -> None:
         value = self.namespace[name]
@@ -337,6 +366,10 @@ class Pick:
 
     def emit(self, text: str) -> None:
         self.a.emit(text)
+
+    def execute(self, form: str, **names: str) -> None:
+        """Lines that end with a new tensor under the name {v}."""
+        self.a.execute(form, **names)
 
     def trait(self, name: str) -> None:
         self.a.traits.add(name)

@@ -17,6 +17,23 @@ import torch
 from .assemble import Block, Pick, Rejected
 from .source import Line, Suite, render_body
 
+MODES = (
+    "torch.set_grad_enabled(False)",
+    "torch.autocast('cpu', torch.float16)",
+    "torch.autocast('cpu', torch.bfloat16, cache_enabled=False)",
+    "torch.random.fork_rng(devices=[])",
+    "seeded(7)",
+    "default_dtype(torch.float64)",
+    "deterministic()",
+    "flushed()",
+    "torch.backends.mkldnn.flags(enabled=False)",
+    "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)",
+    "torch.device('cpu')",
+    "Doubled()",
+    "torch.inference_mode(False)",
+    "torch.autograd.set_multithreading_enabled(False)",
+)
+
 
 def _results(p: Pick, block: Block, inputs: list[str]) -> list[str]:
     """What a region returns: mostly all that it made, now and then an input or a view."""
@@ -134,6 +151,7 @@ def mode(p: Pick) -> None:
             'torch.autocast("cpu", enabled=False)',
             "torch.enable_grad()",
             "copied_saves()",
+            *MODES,
         )
     )
     block = p.a.block(p.raw.body, eval(head, p.a.namespace))
@@ -141,6 +159,10 @@ def mode(p: Pick) -> None:
         raise Rejected("an empty block")
     if "copied_saves" in head:
         p.trait("hooks")
+    if "fork_rng" in head or "seeded" in head:
+        p.trait("draw")
+    if "Doubled" in head:
+        p.trait("function mode")
     p.a.suite(f"with {head}:", block)
     p.a.scope += block.names
 
@@ -211,6 +233,46 @@ def hook(p: Pick) -> None:
     p.trait("side effect")
     (fresh,) = p.define(f"{x} * 0.75")
     p.emit(f"{fresh}.register_hook(lambda grad: calls.append(2) or grad * 0.5)")
+
+
+def reseed(p: Pick) -> None:
+    """Generators that the program sets itself."""
+    g = p.generator()
+    p.trait("draw")
+    p.trait("side effect")
+    forms = (
+        "torch.manual_seed(9)",
+        "{g}.manual_seed(4)",
+        "torch.set_rng_state({g}.get_state())",
+        "{g}.set_state(torch.get_rng_state())",
+        "torch.default_generator.seed() if False else torch.rand(1)",
+        "torch.randn(3, generator={g})",
+    )
+    p.emit(p.of(forms).format(g=g))
+
+
+def in_turns(p: Pick) -> None:
+    """What is another operation, or of another size, in every other step."""
+    x = p.floating(1)
+    forms = (
+        "({x}.sin() if turn() % 2 else {x}.cos())",
+        "({x}.exp().clamp(max=5) if turn() != 1 else {x} * 0.5)",
+        "sized({x}, 2 + turn() % 2, 3).tanh().exp().sum(0)",
+        "sized({x}, 4 - turn() % 3, 3).tanh().exp().mean(0)",
+        "({x}.detach() if turn() == 1 else {x}).tanh()",
+        "sized({x}, 2 + turn() % 2, 3)[sized({x}, 2 + turn() % 2, 3) > 0].sin().sum()",
+    )
+    p.trait("turns")
+    p.define(p.of(forms).format(x=x))
+
+
+def stumble(p: Pick) -> None:
+    """The first attempt at each step ends here, and the step is tried again."""
+    if p.a.depth > 2:
+        raise Rejected("too deep")
+    p.trait("raises")
+    p.trait("side effect")
+    p.emit("stumble()")
 
 
 def smuggle(p: Pick) -> None:

@@ -19,11 +19,11 @@ zero, and makes the check for leaks impossible.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import gc
 import importlib
-import threading
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
@@ -40,14 +40,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .functions import (
-    SaveInput,
-    SaveInside,
-    SaveOutput,
-    SetupContext,
-    TwoOutputs,
-    WriteInput,
-)
+from . import functions, modules, tools
 from .verdict import Outcome, Verdict, array, bits, judge
 
 # "both" is regions inside a budget, "policy" regions that keep about half of their operations;
@@ -59,38 +52,6 @@ ROOMY = ("idle", "alone")
 STEPS = {"budget": 3, "both": 3, "idle": 11, "alone": 3}
 FRACTIONS = (0.3, 0.5, 0.7, 0.85, 1.0)
 Namespace = dict[str, Any]
-
-
-class Stop(Exception):
-    """Raised inside a region by programs that test what an exception leaves behind."""
-
-
-def in_thread(function: Callable[[], object]) -> None:
-    """Run `function` on another thread and raise here what it raised there."""
-    caught: list[BaseException] = []
-    threads = torch.get_num_threads()
-
-    def body() -> None:
-        try:
-            torch.set_num_threads(threads)  # a new thread starts with the default
-            function()
-        except BaseException as error:  # handed to the caller below
-            caught.append(error)
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-    if caught:
-        raise caught[0]
-
-
-def copied_saves() -> torch.autograd.graph.saved_tensors_hooks:
-    """Saved-tensor hooks of the user's own.
-
-    They copy: torch's save_on_cpu hands CPU tensors through, and as hooks switch autograd's
-    version check off, plain would then use what a later write in place left there.
-    """
-    return torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor)
 
 
 def direct(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -141,11 +102,14 @@ class _Run:
         if method in BUDGETED:
             limit = "1 GB" if method in ROOMY else fraction
             self.budget = importlib.import_module("lowtide").budget(limit)
-        self.wakes = False
+        self.wakes = self.stumbled = False
+        self.index = 0
         self.region = region_of(method)
         program.update(
             region=self.region,
             calls=self.calls,
+            turn=self.turn,
+            stumble=self.stumble,
             stash=self.stash,
             watch=self.watch,
             observe=self.observe,
@@ -161,6 +125,16 @@ class _Run:
         calls = getattr(recorder, "calls", None)
         if calls is not None and calls.idle:
             recorder.wake()
+
+    def turn(self) -> int:
+        """The number of the step, for what changes from step to step."""
+        return self.index
+
+    def stumble(self) -> None:
+        """End the first attempt at each step here."""
+        if not self.stumbled:
+            self.stumbled = True
+            raise tools.Stop
 
     def watch(self, *tensors: Tensor) -> None:
         if self.wakes:
@@ -202,6 +176,8 @@ class _Run:
         for name, value in state.items():
             if isinstance(value, torch.Generator):
                 self.note(f"generator {name}", value.get_state())
+            elif isinstance(value, torch.nn.Module):
+                self.note_module(name, value)
             else:
                 self.note(name, value)
                 if value.is_leaf:
@@ -211,7 +187,27 @@ class _Run:
         self.note("default generator", torch.get_rng_state())
         self.note("calls", tuple(self.calls))
 
+    def note_module(self, name: str, module: torch.nn.Module) -> None:
+        for part, parameter in module.named_parameters():
+            self.note(f"{name}.{part}", parameter)
+            self.note(f"{name}.{part}.grad", parameter.grad)
+        for part, buffer in module.named_buffers():
+            self.note(f"{name}.{part}", buffer)
+        for part, child in module.named_modules():
+            for key, value in vars(child).items():
+                if isinstance(value, int | float):
+                    self.note(f"{name}.{part}.{key}", value)
+
     def step(self, index: int, state: dict[str, Any]) -> None:
+        """One step; one that stumbles is tried again, as after a batch that did not load."""
+        self.index, self.stumbled = index, False
+        try:
+            self.attempt(index, state)
+        except tools.Stop:
+            self.calls.append("stumbled")
+            self.attempt(index, state)
+
+    def attempt(self, index: int, state: dict[str, Any]) -> None:
         program = self.program
         context = contextlib.nullcontext() if self.budget is None else self.budget
         extra: list[Any] = []
@@ -233,9 +229,12 @@ class _Run:
         self.out.where = ""
 
     def note_peak(self, index: int) -> None:
+        """Hold steps to their limit that follow a plan: a first step is modelled (rule 13)."""
         if self.budget is None:
             return
         report = self.budget.report()
+        if not report.planned:
+            return
         peak, limit = report.measured_peak, report.limit
         if peak is not None and limit is not None and peak > limit and not self.out.exceeded:
             self.out.exceeded = f"after step {index}: measured {peak} B, limit {limit} B"
@@ -243,10 +242,12 @@ class _Run:
     def descend(self, state: dict[str, Any]) -> None:
         """A step of gradient descent, so that later steps read parameters that moved."""
         with torch.no_grad():
-            for value in state.values():
-                if isinstance(value, Tensor) and value.is_leaf and value.grad is not None:
-                    value.sub_(torch.nan_to_num(value.grad).clamp_(-1, 1), alpha=0.05)
-                    value.grad = None
+            for value in tools.leaves(state):
+                if value.is_leaf and value.grad is not None:
+                    grad = value.grad.to_dense() if value.grad.is_sparse else value.grad
+                    value.sub_(torch.nan_to_num(grad).clamp(-1, 1), alpha=0.05)
+                    if "between" not in self.program:
+                        value.grad = None
 
     def all_steps(self, steps: int) -> None:
         torch.manual_seed(20)
@@ -259,6 +260,7 @@ class _Run:
             self.stash.clear()
             if index + 1 < steps:
                 self.descend(state)
+                self.program.get("between", bool)(state)
 
 
 def run(program: Namespace, method: str, *, steps: int = 1, fraction: float = 1.0) -> Outcome:
@@ -345,13 +347,12 @@ def _recorded_whole(program: Namespace, method: str) -> Outcome:
 TOOLS: Namespace = {
     "torch": torch,
     "F": F,
-    "Stop": Stop,
-    "in_thread": in_thread,
-    "copied_saves": copied_saves,
-    "SaveInput": SaveInput,
-    "SaveOutput": SaveOutput,
-    "SaveInside": SaveInside,
-    "TwoOutputs": TwoOutputs,
-    "WriteInput": WriteInput,
-    "SetupContext": SetupContext,
+    "copy": copy,
+    "direct": direct,
+    **{
+        name: value
+        for module in (functions, modules, tools)
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", None) == module.__name__
+    },
 }

@@ -25,7 +25,7 @@ LOSSES = (
     "F.mse_loss({v}.float(), torch.zeros_like({v}.float()))",
 )
 _TAKE = "losses, mids = out['losses'], out['mids']"
-_ALL = "ps = [v for v in s.values() if torch.is_tensor(v) and v.requires_grad]"
+_ALL = "ps = leaves(s)"
 PLAIN = (_TAKE, "out.clear()", "sum(losses).backward()", "return []")
 STYLES: dict[str, tuple[str, ...]] = {
     "plain": PLAIN,
@@ -75,6 +75,106 @@ STYLES: dict[str, tuple[str, ...]] = {
     "thread": (_TAKE, "out.clear()", "in_thread(lambda: sum(losses).backward())", "return []"),
     "never": ("return []",),
     "one loss only": (_TAKE, "out.clear()", "losses[0].backward()", "return []"),
+    "raises, then again": (
+        _TAKE,
+        _ALL,
+        "handles = [raising_once(t) for t in mids + ps[-1:]]",
+        "for _ in handles:",
+        "    try:",
+        "        sum(losses).backward(retain_graph=True)",
+        "    except Stop:",
+        "        pass",
+        "sum(losses).backward()",
+        "for handle in handles:",
+        "    handle.remove()",
+        "return []",
+    ),
+    "optimizer in hooks": (
+        _TAKE,
+        "out.clear()",
+        "with stepping(s):",
+        "    sum(losses).backward()",
+        "return []",
+    ),
+    "in another state": (
+        _TAKE,
+        "out.clear()",
+        "with torch.no_grad(), torch.autocast('cpu', torch.bfloat16),"
+        " default_dtype(torch.float64):",
+        "    sum(losses).backward()",
+        "return []",
+    ),
+    "draws between": (
+        _TAKE,
+        "torch.manual_seed(5)",
+        "made = torch.rand(2)",
+        "with deterministic(), flushed():",
+        "    sum(losses).backward()",
+        "return [made, torch.rand(2)]",
+    ),
+    "with a graph": (
+        _TAKE,
+        "sum(losses).backward(create_graph=True)",
+        _ALL,
+        "found = [p.grad.to_dense().float().square().sum() for p in ps if p.grad is not None]",
+        "for p in ps:",
+        "    p.grad = None",
+        "if any(f.requires_grad for f in found):",
+        "    sum(found).backward()",
+        "return []",
+    ),
+    "by hand": (
+        _TAKE,
+        "found = saved_by_hand(mids)",
+        "sum(losses).backward(retain_graph=True)",
+        "return found + saved_by_hand(mids)",
+    ),
+    "heads in threads": (
+        _TAKE,
+        "for loss in losses:",
+        "    in_thread(lambda: loss.backward(retain_graph=True))",
+        "return []",
+    ),
+    "changed by hooks": (
+        _TAKE,
+        "handles = [mid.register_hook(lambda g: g * 0.5 + 1) for mid in mids]",
+        "nodes = [mid.grad_fn.register_prehook(lambda gs: tuple("
+        "None if g is None else g * 2 for g in gs)) for mid in mids]",
+        "sum(losses).backward()",
+        "return []",
+    ),
+    "mids only": (
+        _TAKE,
+        "found = torch.autograd.grad(losses[0], mids, retain_graph=True, allow_unused=True)",
+        "sum(losses).backward()",
+        "return list(found)",
+    ),
+    "optimizer": (
+        _TAKE,
+        "out.clear()",
+        "sum(losses).backward()",
+        "optimizer = torch.optim.AdamW(leaves(s), lr=0.01, foreach=True)",
+        "optimizer.step()",
+        "return []",
+    ),
+    "again": (
+        _TAKE,
+        "sum(losses).backward()",
+        "with torch.no_grad():",
+        "    for p in leaves(s)[:1]:",
+        "        p.mul_(0.9)",
+        "stash.clear()",
+        "other = forward(s)",
+        "sum(other['losses']).backward()",
+        "return other['outs']",
+    ),
+    "again before": (
+        _TAKE,
+        "stash.clear()",
+        "other = forward(s)",
+        "(sum(losses) + sum(other['losses'])).backward()",
+        "return other['outs']",
+    ),
     "freed graph": (
         _TAKE,
         "losses[0].backward()",
@@ -85,6 +185,27 @@ STYLES: dict[str, tuple[str, ...]] = {
         "return []",
     ),
 }
+
+
+# What may happen between two steps. Gradients stay there if it does nothing to them.
+BETWEEN: tuple[tuple[str, ...], ...] = (
+    ("pass",),
+    ("for p in leaves(s):", "    p.grad = None", "    p.data = p.data.clone()"),
+    ("for p in leaves(s):", "    p.grad = torch.zeros_like(p)"),
+    ("for p in leaves(s):", "    p.grad = None", "leaves(s)[0].requires_grad_(False)"),
+    ("for p in leaves(s)[1:]:", "    p.grad = None"),
+    (
+        "for m in s.values():",
+        "    if isinstance(m, torch.nn.Module):",
+        "        m.train(not m.training)",
+    ),
+    ("torch.manual_seed(3)", "for p in leaves(s):", "    p.grad = None"),
+    (
+        "for name in list(s):",
+        "    if torch.is_tensor(s[name]) and s[name].requires_grad:",
+        "        s[name] = s[name].detach().clone().requires_grad_()",
+    ),
+)
 
 
 def _summands(p: Pick) -> list[str]:
@@ -125,4 +246,7 @@ def ending(p: Pick) -> Ending:
     lines = STYLES[style]
     if style == "double" and not torch.is_grad_enabled():
         lines = PLAIN
-    return Ending(losses, outs, mids, (*_touch(p), *lines))
+    if style in ("optimizer in hooks", "optimizer", "again"):
+        p.trait("touch")
+    between = p.of(BETWEEN) if p.chance(25) else ()
+    return Ending(losses, outs, mids, (*_touch(p), *lines), between)

@@ -145,6 +145,10 @@ SEVERAL = (
     ("torch.aminmax({x})", 2),
     ("torch.frexp({x})", 2),
     ("TwoOutputs.apply({x})", 2),
+    ("ManyOutputs.apply({x})", 3),
+    ("WritesTwo.apply({x} * 1, {x} + 0.5)", 3),
+    ("region(lambda t: (t, t.tanh(), t[:1]), {x})", 3),
+    ("{x}.detach().numpy().shape and (torch.tanh({x}), {x}.exp().clamp(max=5))", 2),
     ("torch.tensor_split({x}, 2, {d})", 2),
 )
 INDEXED = (
@@ -170,6 +174,13 @@ FUNCTIONS = (
     "SaveOutput.apply({x})",
     "SaveInside.apply({x})",
     "SetupContext.apply({x}, {y})",
+    "Attributes.apply({x}, {y})",
+    "RunsInside.apply({x})",
+    "RunsAgain.apply({x})",
+    "GradientInForward.apply({x})",
+    "SavesView.apply({x})",
+    "ManyOutputs.apply({x})[0] * 0.5",
+    "ManyOutputs.apply({x})[2].sin()",
 )
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from . import blocks, operations, writes
+from . import aliases, blocks, layers, operations, writes
 from .assemble import SHAPES, Assembler, Pick, Raw
 from .driver import TOOLS
 from .endings import ending
@@ -53,16 +53,23 @@ WEIGHTED: tuple[tuple[Callable[[Pick], None], int], ...] = (
     (writes.buffer_read, 3),
     (writes.spectral, 1),
     (writes.parameter_write, 1),
+    (aliases.shared, 6),
+    (aliases.on_target, 2),
+    (layers.shaped, 8),
+    (layers.module, 5),
     (blocks.inner_gradient, 1),
     (blocks.penalty, 1),
     (blocks.count, 1),
+    (blocks.reseed, 1),
+    (blocks.in_turns, 2),
+    (blocks.stumble, 1),
     (blocks.hook, 1),
     (blocks.smuggle, 1),
     (blocks.default_dtype, 1),
 )
 BLOCKS: tuple[tuple[Callable[[Pick], None], int], ...] = (
     (blocks.region, 8),
-    (blocks.mode, 2),
+    (blocks.mode, 4),
     (blocks.branch, 2),
     (blocks.loop, 2),
     (blocks.failing_region, 1),
@@ -104,7 +111,7 @@ def drafts(draw: st.DrawFn, depth: int = 3, most: int = 16) -> Draft:
 
 def _declare_pool(p: Pick) -> None:
     """The tensors that exist before the first statement."""
-    dtype = "float64" if p.chance(25) else "float32"
+    dtype = "float64" if p.chance(20) else "bfloat16" if p.chance(10) else "float32"
     for role, least, spread in (("buffer", 0, 2), ("input", 1, 2), ("parameter", 2, 3)):
         for _ in range(least + p.below(spread)):
             p.a.declare(role, p.of(SHAPES), dtype)

@@ -39,7 +39,8 @@ class Declaration:
     """A tensor or generator that exists before the step.
 
     role: parameter (requires grad), buffer (persists, may be written), input (new every step),
-    mask (bool, new every step), index (int64 below `bound`, new every step), generator.
+    mask (bool, new every step), index (int64 below `bound`, new every step), generator, module
+    (what `text` makes).
     """
 
     name: str
@@ -47,19 +48,22 @@ class Declaration:
     shape: tuple[int, ...] = ()
     dtype: str = "float32"
     bound: int = 0
+    text: str = ""
 
 
-PERSISTENT = ("parameter", "buffer", "generator")
+PERSISTENT = ("parameter", "buffer", "generator", "module")
 
 
 @dataclass(frozen=True)
 class Ending:
-    """What follows the forward: lines of `backward(s, out)`, and what forward returns."""
+    """What follows the forward: lines of `backward(s, out)` and of `between(s)`, which runs before
+    the next step, and what forward returns."""
 
     losses: tuple[str, ...]
     outs: tuple[str, ...]
     mids: tuple[str, ...]
     lines: tuple[str, ...]
+    between: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,8 @@ def value_text(declaration: Declaration) -> str:
             return f"torch.randint({declaration.bound}, {size}, generator=g)"
         case "generator":
             return "torch.Generator().manual_seed(3)"
+        case "module":
+            return declaration.text
     raise ValueError(f"unknown role {declaration.role!r} of {declaration.name}")
 
 
@@ -142,6 +148,8 @@ def render(program: Program) -> str:
     parts = [f'"{key}": {_list(getattr(ending, key))}' for key in ("losses", "outs", "mids")]
     forward += [f"    return {{{', '.join(parts)}}}", ""]
     backward = ["def backward(s, out):", *(f"    {line}" for line in ending.lines), ""]
+    if ending.between:
+        backward += ["def between(s):", *(f"    {line}" for line in ending.between), ""]
     flags = [f"OUTER = {program.outer}  # the whole forward is one region"]
     flags += [f"INSIDE = {program.inside}  # backward runs before the budget is left"]
     written = bool(program.traits & {"write", "buffer"})

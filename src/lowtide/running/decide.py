@@ -139,7 +139,7 @@ class StepDecisions(ForwardDecisions):
                 recorder.pause(self.backward_failed)
             self._or_refused(lambda: self.owner.backward_begins(self))
         value = handle.value
-        if value.number >= 0:
+        if value.number >= 0 and not self._read_by_hand:
             if self.unsettled:
                 self.unsettled, self.first = False, handle.sequence
                 self._or_refused(lambda: self.owner.asked_first(self, value.number))
@@ -148,6 +148,12 @@ class StepDecisions(ForwardDecisions):
             self._event[0] += 1
             if self.observer is not None:
                 self.observer.request(value, handle.sequence)
+
+    @property
+    def _read_by_hand(self) -> bool:
+        """Whether a program looks at what a node has saved after the backward, which is over: that
+        is no part of the step, whose measurement ends there."""
+        return self.ended and not self.begun
 
     def _or_refused(self, begin: Callable[[], None]) -> None:
         try:
@@ -278,7 +284,7 @@ class StepDecisions(ForwardDecisions):
             keep = self.event >= settled[value.number]
         else:
             keep = self.event >= value.retain_from
-        if keep and self.observer is not None:
+        if keep and self.observer is not None and not self._read_by_hand:
             self.observer.retained(value)
         return keep
 
