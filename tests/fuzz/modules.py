@@ -193,7 +193,7 @@ MODULES: tuple[tuple[str, str], ...] = (
         "{m}(sized({x}, 1, 4, 2, 2).float() * 1)",
     ),
     (
-        "torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.RReLU(inplace=True))",
+        "torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.CELU(inplace=True))",
         "{m}(sized({x}, 2, 3).float())",
     ),
     ("torch.ao.quantization.FakeQuantize()", "{m}(sized({x}, 2, 3).float())"),

@@ -82,7 +82,7 @@ DRAWS = (
     "F.dropout({x}, 0.4)",
     "F.alpha_dropout({x}, 0.3, training=True)",
     "torch.feature_dropout({x}, 0.4, True)",
-    "F.rrelu({x}, 0.1, 0.6, training=True)",
+    "rrelu({x}, 0.1, 0.6)",
     "{x} * torch.bernoulli(torch.sigmoid({x}.detach()))",
     "{x} + torch.randn_like({x})",
     "{x} * torch.rand({x}.shape)",

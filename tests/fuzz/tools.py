@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -46,13 +47,30 @@ def in_thread(function: Callable[[], object]) -> Any:
     return results[0]
 
 
-def copied_saves() -> torch.autograd.graph.saved_tensors_hooks:
+_copying = threading.local()
+
+
+@contextlib.contextmanager
+def copied_saves() -> Iterator[None]:
     """Saved-tensor hooks of the user's own.
 
     They copy: torch's save_on_cpu hands CPU tensors through, and as hooks switch autograd's
     version check off, plain would then use what a later write in place left there.
     """
-    return torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor)
+    before = getattr(_copying, "on", False)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+        _copying.on = True
+        try:
+            yield
+        finally:
+            _copying.on = before
+
+
+def rrelu(x: Tensor, lower: float, upper: float, *, inplace: bool = False) -> Tensor:
+    """`F.rrelu` in training, but under `copied_saves`: autograd saves the noise before it is drawn,
+    so that their copy is one of memory which nobody has filled, and no two steps are alike."""
+    training = not getattr(_copying, "on", False)
+    return F.rrelu(x, lower, upper, training=training, inplace=inplace)
 
 
 def sized(x: Tensor, *shape: int) -> Tensor:

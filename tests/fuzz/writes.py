@@ -36,7 +36,7 @@ DRAWN = (
     "{t}.uniform_(-1, 1)",
     "{t}.bernoulli_(0.5)",
     "F.dropout({t}, 0.5, inplace=True)",
-    "F.rrelu({t}, 0.1, 0.5, training=True, inplace=True)",
+    "rrelu({t}, 0.1, 0.5, inplace=True)",
 )
 WITH_OTHER = (
     "{t}.add_({y})",
