@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import engine
+from lowtide.dryrun.found import Found
 from lowtide.dryrun.recorder import Adding
 from lowtide.dryrun.run import Dry, dry_run
-from lowtide.dryrun.standins import Found
 from lowtide.dryrun.watching import loss_of
 from lowtide.errors import DryRunWarning, UsageError
 from lowtide.planner import Simulator, keep_all

@@ -23,7 +23,7 @@ from lowtide.analysis.advice import holders
 from lowtide.analysis.options import retention
 from lowtide.analysis.study import Study, study
 from lowtide.analysis.timeline import KINDS
-from lowtide.dryrun.standins import Found
+from lowtide.dryrun.found import Found
 from lowtide.errors import DryRunWarning, UsageError
 from lowtide.explain import explain_study
 from lowtide.export.document import document

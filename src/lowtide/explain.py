@@ -17,8 +17,8 @@ from lowtide.analysis.advice import Change, Holder, Kept, changes, holders, reas
 from lowtide.analysis.record import record
 from lowtide.analysis.study import Study, study
 from lowtide.analysis.timeline import Timeline
+from lowtide.dryrun.found import OUTSIDE
 from lowtide.dryrun.ledger import Output
-from lowtide.dryrun.standins import OUTSIDE
 from lowtide.errors import BudgetError, UsageError
 from lowtide.limits import format_bytes, meant_by_place, parse_limit
 from lowtide.plans import Plan

@@ -2,7 +2,7 @@
 
 Problem: a plan is printed in Python, in notebooks and by the command line, and must say the same in
 all of them. Invariant: the columns of a plan's table add up to its total; a bound that was not
-proved is not stated. Imports alike, limits, texttable, standins. Rejected: text made where it is
+proved is not stated. Imports alike, limits, texttable, found. Rejected: text made where it is
 printed, which had other words and other figures in each place.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lowtide.alike import stems, together
-from lowtide.dryrun.standins import OUTSIDE
+from lowtide.dryrun.found import OUTSIDE
 from lowtide.limits import format_bytes
 from lowtide.texttable import count_of, table
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowtide.alike import stems, together
+from lowtide.dryrun.found import OUTSIDE
 from lowtide.dryrun.ledger import Ledger
 from lowtide.dryrun.run import dry_run
-from lowtide.dryrun.standins import OUTSIDE
 from lowtide.dryrun.witness import Witness
 from lowtide.errors import UsageError
 from lowtide.limits import format_bytes

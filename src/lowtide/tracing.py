@@ -18,7 +18,7 @@ import torch
 from lowtide._compat import profiling
 from lowtide.analysis.study import Study, study
 from lowtide.analysis.timeline import KINDS, Timeline
-from lowtide.dryrun.standins import Found
+from lowtide.dryrun.found import Found
 from lowtide.errors import UsageError
 from lowtide.explain import Explanation
 from lowtide.export.snapshot import PICKLE_PROTOCOL, snapshot

@@ -24,7 +24,7 @@ from lowtide.planner import HOLD, NEVER, Simulator, keep_all
 from lowtide.policies import KeepProducts, OperationInfo, Policy
 
 if TYPE_CHECKING:
-    from lowtide.dryrun.standins import Found
+    from lowtide.dryrun.found import Found
 
 _CANDIDATES = 8
 Region = tuple[str, ...]

@@ -18,9 +18,9 @@ import torch
 
 from lowtide.analysis.options import Option, Recipes, recipes, simulate_options
 from lowtide.analysis.timeline import Timeline, timeline
+from lowtide.dryrun.found import Found
 from lowtide.dryrun.ledger import Ledger
 from lowtide.dryrun.run import Dry, dry_run
-from lowtide.dryrun.standins import Found
 from lowtide.dryrun.witness import Witness
 from lowtide.errors import BudgetError, LowtideError
 from lowtide.frontier import Curve, curve_of

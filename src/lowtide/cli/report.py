@@ -13,7 +13,7 @@ from lowtide.cli import arguments as common
 from lowtide.cli.output import add_output, free_place, show_json, write, wrote
 from lowtide.cli.progress import Progress
 from lowtide.cli.target import Target
-from lowtide.dryrun.standins import Found
+from lowtide.dryrun.found import Found
 from lowtide.explain import Explanation, explain_study
 from lowtide.export.document import document
 from lowtide.export.trials import Tried, device_of, fits, try_steps

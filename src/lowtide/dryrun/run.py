@@ -4,8 +4,8 @@ Problem: a step that does not fit cannot be run to find out what to recompute. I
 own forward and autograd's own backward run, seen by the recorder and observer of real steps; only
 the tensors have no memory, bytes are counted from their sizes, and times come from a model of the
 device. No kernel runs and no side effects remain. If a forward needs the content of a tensor that
-is not known, one real step is recorded instead, with a warning. Imports standins, watching,
-costs, step. Rejected: torch.export, which has to be able to trace the whole model.
+is not known, one real step is recorded instead, with a warning. Imports standins, putback,
+watching, costs, step. Rejected: torch.export, which has to be able to trace the whole model.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from lowtide import _compat
 from lowtide._compat import fakes
 from lowtide._compat.sharding import only_real
 from lowtide._compat.switches import without_anomalies
+from lowtide.dryrun.found import Found
 from lowtide.dryrun.lines import line_of_error
 from lowtide.dryrun.memory import FakeMemory
 from lowtide.dryrun.provenance import UnansweredError
+from lowtide.dryrun.putback import RealState
 from lowtide.dryrun.recorder import Adding, FakeRecorder, FakeRecording
-from lowtide.dryrun.standins import Found, RealState, StandIns
+from lowtide.dryrun.standins import StandIns
 from lowtide.dryrun.traces import nothing_kept
 from lowtide.dryrun.watching import Watching, record
 from lowtide.dryrun.witness import Witness

@@ -20,9 +20,9 @@ from torch import nn
 
 from lowtide import _compat
 from lowtide._compat import fakes
+from lowtide.dryrun.found import OWN
 from lowtide.dryrun.memory import FakeMemory
 from lowtide.dryrun.outside import stand_in
-from lowtide.dryrun.standins import OWN
 from lowtide.dryrun.witness import Witness
 from lowtide.memory.marks import Marks
 from lowtide.observing.observer import Observer

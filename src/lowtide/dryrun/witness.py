@@ -26,7 +26,7 @@ from lowtide.observing.rebuild import found_externals, recorded
 from lowtide.tape.values import Handle, Value, flatten
 
 if TYPE_CHECKING:
-    from lowtide.dryrun.standins import Found
+    from lowtide.dryrun.found import Found
     from lowtide.observing.observer import Observer
 
 _LAST_NODE = 1 << 62  # AccumulateGrad nodes have the largest sequence number, above this

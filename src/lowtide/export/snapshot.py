@@ -19,8 +19,8 @@ from typing import Any
 
 from lowtide.analysis.study import Study
 from lowtide.analysis.timeline import Item, Moment, Reader
+from lowtide.dryrun.found import OUTSIDE
 from lowtide.dryrun.ledger import FOREVER
-from lowtide.dryrun.standins import OUTSIDE
 from lowtide.planner import HOLD
 from lowtide.planner.simulate import ABSENT
 from lowtide.plans import Plan

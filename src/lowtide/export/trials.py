@@ -21,7 +21,8 @@ import torch
 
 from lowtide import _compat
 from lowtide.budget import Budget
-from lowtide.dryrun.standins import Found, RealState
+from lowtide.dryrun.found import Found
+from lowtide.dryrun.putback import RealState
 from lowtide.dryrun.watching import loss_of
 from lowtide.errors import BudgetError, DryRunWarning, users_frame
 from lowtide.export.document import Trial

@@ -21,7 +21,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide import _compat
-from lowtide.dryrun.standins import default_generators
+from lowtide.dryrun.putback import default_generators
 from lowtide.verifying.state import Reached
 
 Tensor = torch.Tensor

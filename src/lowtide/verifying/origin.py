@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from lowtide import _compat
+from lowtide.dryrun.found import OUTSIDE, OWN
 from lowtide.dryrun.lines import line_of_caller
-from lowtide.dryrun.standins import OUTSIDE, OWN
 from lowtide.dryrun.watching import module_calls
 from lowtide.replay import unpack
 from lowtide.step import recorded_by

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from lowtide import _compat
-from lowtide.dryrun.standins import DEPTH, Found, RealState
+from lowtide.dryrun.found import DEPTH, Found
+from lowtide.dryrun.putback import RealState
 from lowtide.verifying import kept
 
 Tensor = torch.Tensor
