@@ -4,6 +4,8 @@ The limit is what the networks' batches of `models.py`, twice as large, take in 
 sizes are found from fake tensors. Then real steps are run: the plain one at the largest plain size
 and one above it, and those of a budget that is given the plan at a size halfway and at the largest.
 Peaks are measured allocation by allocation; the time of a sample is the median of steps in turns.
+All run on lowtide's allocator: with glibc's, tensors as large as those of large batches come from
+fresh pages each time, which makes a sample of theirs slower in plain steps too.
 """
 
 from __future__ import annotations
@@ -98,6 +100,7 @@ def cells(row: dict) -> list[list[str]]:
 
 def main() -> None:
     options = arguments(__doc__ or "").parse_args()
+    lowtide.use_cpu_allocator()
     head = (
         *("network", "limit, MiB", "samples", "", "peak, predicted", "measured, steps 1 to 3"),
         *("time of a sample, predicted", "measured"),
