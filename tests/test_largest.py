@@ -322,7 +322,10 @@ def test_pairs_need_two() -> None:
         lowtide.largest_batch(
             lambda x: model(x.reshape(len(x) // 2, 2, WIDTH)).mean(), rows, "1 MB"
         )
-    assert "multiple_of=2, say" in caught.value.__notes__[0]
+    assert "one of 2 does not fail. With multiple_of=2, say" in caught.value.__notes__[0]
+    with pytest.raises(UsageError, match="same reduction dim") as caught:
+        lowtide.largest_batch(loss_on(model), lambda size: torch.ones(size, 3), "1 MB")
+    assert not hasattr(caught.value, "__notes__")  # more samples do not help
 
 
 def test_a_step_without_a_loss_is_told_once() -> None:

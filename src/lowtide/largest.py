@@ -33,9 +33,6 @@ _MOST = 2**31 - 1
 _GROWS = 64
 """A batch of so many units of samples that is no more than one of one unit never becomes more.
 Fewer may be the same: batches are padded, and the peak may be of a part that has no samples."""
-_OF_SIZES = (ValueError, RuntimeError, IndexError, AssertionError)
-"""The types of errors that the smallest batch may raise for being small; none that derive of them,
-which are torch's own, of what cannot be done on fake tensors."""
 
 
 @dataclass(frozen=True)
@@ -270,11 +267,18 @@ class _Sizes:
                 f"That was a batch of {size}; one of {most} did not fail. If there cannot be so "
                 f"many, set a bound: at_most={most}, say."
             )
-        elif type(cause) in _OF_SIZES:
+        elif self._runs(2 * count):
             error.add_note(
-                f"That was a batch of {size}, the smallest. If the step needs more (a "
-                "normalization of one value does), multiple_of=2, say, makes them more."
+                f"That was a batch of {size}, the smallest; one of {2 * count * self._unit} does "
+                f"not fail. With multiple_of={2 * count * self._unit}, say, none is so small."
             )
+
+    def _runs(self, count: int) -> bool:
+        try:
+            self._run(count * self._unit)
+        except Exception:
+            return False
+        return True
 
     def _check_growth(self, count: int, graph: Graph) -> None:
         first = self.step(1).graph
