@@ -164,9 +164,7 @@ def test_a_region_that_is_compiled_once_has_storages_of_its_own_in_each_call(sha
     assert (graph.recomputed > 0) == (share < 1)
 
 
-@pytest.mark.parametrize("build", [Branches, Loop])
-def test_what_a_branch_or_loop_makes_counts(build: type[Layers]) -> None:
-    """As much as the branch that takes most, or an iteration with what it adds to the others."""
+def counts_all(build: type[Layers]) -> None:
     plain, model = build(), build()
     usual = torch.compile(plain, backend="aot_eager")
     expected, most = step(plain, usual), peak(plain, usual)
@@ -175,6 +173,16 @@ def test_what_a_branch_or_loop_makes_counts(build: type[Layers]) -> None:
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     assert same(expected, step(model, compiled))
     assert abs(peak(model, compiled) - (backend.report().planned_peak or 0)) <= 64
+
+
+def test_what_a_branch_makes_counts() -> None:
+    """As much as the branch that takes most."""
+    counts_all(Branches)
+
+
+def test_what_a_loop_makes_counts() -> None:
+    """An iteration, with what the loop has of others meanwhile."""
+    counts_all(Loop)
 
 
 @pytest.mark.parametrize("build", [TracedAsItsArgument, WritesAndReturns])
