@@ -292,7 +292,7 @@ def test_a_step_that_needs_two() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1))
     with pytest.raises(UsageError, match="Expected more than 1 value per channel") as caught:
         lowtide.largest_batch(loss_on(model), rows, "1 MB")
-    assert "That was a batch of 1 sample, the smallest." in caught.value.__notes__[0]
+    assert "That was a batch of 1 sample, the smallest; one of 2" in caught.value.__notes__[0]
     assert lowtide.largest_batch(loss_on(model), rows, "1 MB", multiple_of=2).size > 2
     counts = model.state_dict()["1.num_batches_tracked"]
     assert counts == 0  # the dry runs changed nothing
