@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops.scan import scan
 
 import lowtide
 from by_hand import same
@@ -75,6 +76,23 @@ class Branches(Layers):
                 (layer(x).tanh(),),
             )
         return x.square().mean()
+
+
+class Loop(Layers):
+    """Each iteration's results are stacked, by the places of their elements."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, weight, last = self.layers
+        state, made = scan(
+            lambda state, given: (
+                (state @ weight.weight + weight.bias).tanh() + given,
+                (state * given).sin().exp(),
+            ),
+            first(x[:64]).tanh(),
+            last(x).view(8, 64, 16),
+        )
+        loss: Tensor = made.exp().mean() + state.square().mean()
+        return loss
 
 
 @torch.library.custom_op("test_inductor_calls::noisy", mutates_args=())
@@ -146,9 +164,8 @@ def test_a_region_that_is_compiled_once_has_storages_of_its_own_in_each_call(sha
     assert (graph.recomputed > 0) == (share < 1)
 
 
-def test_what_a_branch_makes_counts() -> None:
-    """As much as the branch that takes most."""
-    plain, model = Branches(), Branches()
+def counts_all(build: type[Layers]) -> None:
+    plain, model = build(), build()
     usual = torch.compile(plain, backend="aot_eager")
     expected, most = step(plain, usual), peak(plain, usual)
     torch._dynamo.reset()
@@ -156,6 +173,16 @@ def test_what_a_branch_makes_counts() -> None:
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     assert same(expected, step(model, compiled))
     assert abs(peak(model, compiled) - (backend.report().planned_peak or 0)) <= 64
+
+
+def test_what_a_branch_makes_counts() -> None:
+    """As much as the branch that takes most."""
+    counts_all(Branches)
+
+
+def test_what_a_loop_makes_counts() -> None:
+    """An iteration, with what the loop has of others meanwhile."""
+    counts_all(Loop)
 
 
 @pytest.mark.parametrize("build", [TracedAsItsArgument, WritesAndReturns])

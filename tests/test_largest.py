@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,6 +222,60 @@ def test_a_batch_that_does_not_grow() -> None:
         lowtide.largest_batch(loss_on(network()), lambda size: rows(4), "1 MB")
 
 
+def test_a_batch_that_does_not_grow_and_fits_with_recomputation_alone() -> None:
+    step = loss_on(network())
+    plan = lowtide.plan(step, rows(256))
+    with pytest.raises(UsageError, match="takes no more memory with a batch of"):
+        lowtide.largest_batch(
+            step, lambda size: rows(256), (plan.minimum_peak + plan.plain_peak) // 2
+        )
+
+
+def test_small_batches_may_take_the_same() -> None:
+    """They are padded, or the peak is in a part of the step that has no samples."""
+    step = loss_on(network())
+    padded = lowtide.largest_batch(step, lambda size: rows(-(-size // 8) * 8), "1 MB")
+    free = lowtide.largest_batch(step, rows, "1 MB")
+    assert padded.size == free.size // 8 * 8
+    weight = nn.Parameter(torch.ones(200, 200))
+
+    def with_a_penalty(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            penalty = (weight @ weight).square().mean()
+        return step(x) + penalty
+
+    one, two = (lowtide.plan(with_a_penalty, rows(size)).plain_peak for size in (1, 2))
+    assert one == two
+    assert lowtide.largest_batch(with_a_penalty, rows, one).plain_size > 1
+
+
+def test_a_size_between_that_takes_more_is_left_out() -> None:
+    step = loss_on(network())
+    free = lowtide.largest_batch(step, rows, "1 MB")
+    dear = free.sizes[2].size
+
+    def uneven(x: Tensor) -> Tensor:
+        return step(x.repeat(8, 1) if len(x) == dear else x)
+
+    found = lowtide.largest_batch(uneven, rows, "1 MB")
+    assert found.size == free.size
+    assert [each.size for each in found.sizes] == [
+        each.size for each in free.sizes if each.size != dear
+    ]
+
+
+def test_random_states_are_put_back() -> None:
+    step = loss_on(network())
+    before = torch.get_rng_state(), random.getstate()
+
+    def batch(size: int) -> Tensor:
+        return torch.randn(size, WIDTH) * random.random()
+
+    lowtide.largest_batch(step, batch, "1 MB", at_most=4)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
 def test_a_forward_that_asks_for_activations_is_not_run() -> None:
     """Real steps of ever larger batches would run out of memory."""
     model = network()
@@ -236,10 +292,40 @@ def test_a_step_that_needs_two() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1))
     with pytest.raises(UsageError, match="Expected more than 1 value per channel") as caught:
         lowtide.largest_batch(loss_on(model), rows, "1 MB")
-    assert "That was a batch of 1 sample, the smallest." in caught.value.__notes__[0]
+    assert "That was a batch of 1 sample, the smallest; one of 2" in caught.value.__notes__[0]
     assert lowtide.largest_batch(loss_on(model), rows, "1 MB", multiple_of=2).size > 2
     counts = model.state_dict()["1.num_batches_tracked"]
     assert counts == 0  # the dry runs changed nothing
+
+
+@pytest.mark.parametrize("where", ["step", "batch"])
+def test_a_size_that_cannot_be_is_named(where: str) -> None:
+    model = network()
+
+    def of_eight(x: Tensor) -> Tensor:
+        assert len(x) <= 8
+        return x
+
+    def step(x: Tensor) -> Tensor:
+        return model(of_eight(x)).square().mean()
+
+    batch = rows if where == "step" else lambda size: of_eight(rows(size))
+    with pytest.raises((UsageError, AssertionError)) as caught:
+        lowtide.largest_batch(step, batch, "1 MB")
+    note = caught.value.__notes__[0]
+    assert re.match(r"That was a batch of \d+ samples; one of \d did not fail.*at_most=\d, s", note)
+
+
+def test_pairs_need_two() -> None:
+    model = network()
+    with pytest.raises(UsageError, match="is invalid for input of size") as caught:
+        lowtide.largest_batch(
+            lambda x: model(x.reshape(len(x) // 2, 2, WIDTH)).mean(), rows, "1 MB"
+        )
+    assert "one of 2 does not fail. With multiple_of=2, say" in caught.value.__notes__[0]
+    with pytest.raises(UsageError, match="same reduction dim") as caught:
+        lowtide.largest_batch(loss_on(model), lambda size: torch.ones(size, 3), "1 MB")
+    assert not hasattr(caught.value, "__notes__")  # more samples do not help
 
 
 def test_a_step_without_a_loss_is_told_once() -> None:
@@ -260,6 +346,7 @@ def test_a_step_without_a_loss_is_told_once() -> None:
         ({"multiple_of": 0}, "multiple_of is a number of samples, at least 1; got 0"),
         ({"at_most": 2.5}, "at_most is a number of samples, at least 1; got 2.5"),
         ({"at_most": 7, "multiple_of": 8}, r"at_most \(7\) is less than multiple_of \(8\)"),
+        ({"multiple_of": 2**31}, r"the most that are looked at, is less than multiple_of"),
     ],
 )
 def test_wrong_arguments(change: dict[str, Any], text: str) -> None:

@@ -15,11 +15,13 @@ from typing import Any, NoReturn
 
 import torch
 
+from lowtide.dryrun.provenance import UnansweredError
+from lowtide.dryrun.putback import RandomStates
 from lowtide.dryrun.run import Dry, check_step, dry_run, tell_of_no_loss
-from lowtide.errors import BudgetError, UsageError
+from lowtide.errors import BudgetError, LowtideError, UsageError
 from lowtide.limits import exact_bytes, format_bytes, parse_limit, whole_number
-from lowtide.planner import minimum, plain_peak
-from lowtide.plans import Plan, plan_step
+from lowtide.planner import Graph, Solution, minimum, plain_peak
+from lowtide.plans import Plan, from_solution, plan_step
 from lowtide.texttable import count_of, table
 
 _BETWEEN = 3
@@ -28,6 +30,9 @@ _FARTHEST = 8
 """How many times as large as one that fits the next size to try may be."""
 _MOST = 2**31 - 1
 """No size above this is tried."""
+_GROWS = 64
+"""A batch of so many units of samples that is no more than one of one unit never becomes more.
+Fewer may be the same: batches are padded, and the peak may be of a part that has no samples."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ class LargestBatch:
         size: samples in the largest batch for which a plan keeps the limit.
         plain_size: samples in the largest batch whose plain step keeps it; 0 if none does.
         plan: the plan for `size`, which `lowtide.budget` can run.
-        sizes: some sizes from `plain_size` to `size`, the smallest first.
+        sizes: some sizes from `plain_size` to `size` that have a plan, the smallest first.
         more: whether larger batches were not looked for, because of `at_most`.
     """
 
@@ -125,7 +130,8 @@ def largest_batch(
     Args:
         fn: the step, as for `lowtide.plan`.
         batch: called with a number of samples; returns a batch of that many: a tensor, a tuple or
-            list of positional arguments for `fn`, or a dictionary of keyword arguments.
+            list of positional arguments for `fn`, or a dictionary of keyword arguments. What it
+            draws is drawn again afterwards: random states are put back.
         limit: what the step may take: bytes, or text with a unit. It counts what `lowtide.budget`
             counts: neither parameters nor optimizer states nor the batch.
         multiple_of: only look at multiples of this, for instance 8.
@@ -162,7 +168,11 @@ def largest_batch(
         args, kwargs = _arguments(batch(size))
         return dry_run(fn, args, kwargs, on, real=False)
 
-    return search(run, limit_in_bytes(limit), multiple_of, at_most)
+    nbytes, states = limit_in_bytes(limit), RandomStates()
+    try:
+        return search(run, nbytes, multiple_of, at_most)
+    finally:
+        states.restore()
 
 
 def limit_in_bytes(limit: object) -> int:
@@ -199,25 +209,27 @@ def search(
     unit = _positive(multiple_of, "multiple_of")
     most = (_MOST if at_most is None else _positive(at_most, "at_most")) // unit
     if not most:
-        raise UsageError(f"at_most ({at_most}) is less than multiple_of ({unit}).")
+        bound = (
+            f"{_MOST}, the most that are looked at," if at_most is None else f"at_most ({at_most})"
+        )
+        raise UsageError(f"{bound} is less than multiple_of ({unit}).")
     sizes = _Sizes(run, unit)
     plain = last_within(sizes.plain, limit, most)
     last = last_within(sizes.least, limit, most, plain)
     if not last:
         _refuse(sizes.step(1), limit, unit)
     shown = {plain + (last - plain) * place // (_BETWEEN + 1) for place in range(_BETWEEN + 2)}
-    plans = {
-        count: plan_step(sizes.step(count), limit, prove=count == last)
-        for count in sorted(shown)
-        if count
+    found = {
+        count: sizes.plan(count, limit, prove=count == last) for count in sorted(shown) if count
     }
+    plans = {count: plan for count, plan in found.items() if plan is not None}
     return LargestBatch(
         limit,
         last * unit,
         plain * unit,
         plans[last],
         tuple(_priced(count * unit, plan) for count, plan in plans.items()),
-        at_most is not None and last == most,
+        last == most,
     )
 
 
@@ -227,41 +239,82 @@ class _Sizes:
     def __init__(self, run: Callable[[int], Dry], unit: int) -> None:
         self._run, self._unit = run, unit
         self._steps: dict[int, Dry] = {}
-        self._least: dict[int, int] = {}
+        self._least: dict[int, Solution] = {}
 
     def step(self, count: int) -> Dry:
         found = self._steps.get(count)
         if found is None:
             try:
-                found = self._steps[count] = self._run(count * self._unit)
-            except UsageError as error:
-                if not self._steps and isinstance(error.__cause__, ValueError):
-                    error.add_note(
-                        f"That was a batch of {count_of(self._unit, 'sample')}, the smallest. If "
-                        "the step needs more (a normalization of one value does), multiple_of=2, "
-                        "say, makes them more."
-                    )
+                found = self._run(count * self._unit)
+            except Exception as error:
+                self._tell_the_size(error, count)
                 raise
-            if len(self._steps) == 1:
+            if not self._steps:
                 tell_of_no_loss(found)
+            self._steps[count] = found
+            self._check_growth(count, found.graph)
         return found
 
-    def plain(self, count: int) -> int:
-        """The peak with nothing recomputed."""
-        peak = plain_peak(self.step(count).graph)
-        if count > 1 and peak <= self.plain(1):
+    def _tell_the_size(self, error: Exception, count: int) -> None:
+        """Note with an error how large the batch was, where that may be what it is about."""
+        cause = error.__cause__ if isinstance(error, LowtideError) else error
+        if cause is None or isinstance(cause, UnansweredError):
+            return
+        size = count_of(count * self._unit, "sample")
+        if self._steps:
+            most = max(self._steps) * self._unit
+            error.add_note(
+                f"That was a batch of {size}; one of {most} did not fail. If there cannot be so "
+                f"many, set a bound: at_most={most}, say."
+            )
+        elif self._runs(2 * count):
+            error.add_note(
+                f"That was a batch of {size}, the smallest; one of {2 * count * self._unit} does "
+                f"not fail. With multiple_of={2 * count * self._unit}, say, none is so small."
+            )
+
+    def _runs(self, count: int) -> bool:
+        try:
+            self._run(count * self._unit)
+        except Exception:
+            return False
+        return True
+
+    def _check_growth(self, count: int, graph: Graph) -> None:
+        first = self.step(1).graph
+        peak = plain_peak(graph)
+        if count >= _GROWS and peak <= plain_peak(first) and _made(graph) <= _made(first):
             raise UsageError(
                 f"the step takes no more memory with a batch of {count * self._unit} than with one "
                 f"of {self._unit} ({exact_bytes(peak)}). The batch has to have as many samples as "
                 "its function is asked for, and the step has to use it."
             )
-        return peak
+
+    def plain(self, count: int) -> int:
+        """The peak with nothing recomputed."""
+        return plain_peak(self.step(count).graph)
 
     def least(self, count: int) -> int:
         """The smallest peak that can be reached."""
+        return self._lowest(count).peak
+
+    def _lowest(self, count: int) -> Solution:
         if count not in self._least:
-            self._least[count] = minimum(self.step(count).graph).peak
+            self._least[count] = minimum(self.step(count).graph)
         return self._least[count]
+
+    def plan(self, count: int, limit: int, *, prove: bool) -> Plan | None:
+        """The plan for a limit; None if there is none, as memory does not always grow."""
+        try:
+            return plan_step(self.step(count), limit, prove=prove)
+        except BudgetError:  # a search for a plan may also have run out of time
+            lowest = self._lowest(count)
+            return from_solution(self.step(count), limit, lowest) if lowest.peak <= limit else None
+
+
+def _made(graph: Graph) -> int:
+    """Bytes of all that the step's forward makes or reads."""
+    return sum(value.nbytes for value in graph.values)
 
 
 def last_within(peak: Callable[[int], int], limit: int, most: int, known: int = 0) -> int:

@@ -239,6 +239,12 @@ def keeps_iterations(node: Any) -> bool:
     return getattr(node.target, "_name", "") in ("map_impl", "while_loop")
 
 
+def handed_on_by(node: Any) -> int | None:
+    """How many of the results of an iteration a `scan` hands to the next, the first ones: it stacks
+    the others, by the places of their elements. None for any other node."""
+    return len(node.args[1]) if getattr(node.target, "_name", "") == "scan" else None
+
+
 @contextlib.contextmanager
 def _remembered_cuts(mine: Any, known: dict[Any, Any]) -> Iterator[None]:
     """Find each minimum cut of one graph once: other budgets ask for the same cuts."""

@@ -35,9 +35,7 @@ class Saved:
         self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._others: list[tuple[Any, list[Any]]] = []  # lists, sets and queues
         self._moved: list[tuple[dict[str, Any], tuple[str, ...]]] = []  # what is not put back
-        self._random: Any = None
-        self._numpy: Any = None
-        self._draws: list[tuple[torch.Generator, torch.Tensor]] = []
+        self._random: RandomStates | None = None
 
     def take(self) -> None:
         seen = set(map(id, self._modules))
@@ -49,10 +47,7 @@ class Saved:
                     self._take(vars(parameter), DEPTH, seen)
         for item in self._more:
             self._take(item, DEPTH, seen)
-        self._draws = [(generator, generator.get_state()) for generator in default_generators()]
-        self._random = random.getstate()
-        numpy = sys.modules.get("numpy")
-        self._numpy = None if numpy is None else numpy.random.get_state()
+        self._random = RandomStates()
 
     def _take(self, part: Any, depth: int, seen: set[int]) -> None:
         """Note what is in a container, and in the containers and objects in it."""
@@ -96,11 +91,26 @@ class Saved:
             place.update(now)
         self._dicts.clear()
         self._others.clear()
+        if self._random is not None:
+            self._random.restore()
+
+
+class RandomStates:
+    """What torch, Python and numpy would draw next, at the time that this is made."""
+
+    def __init__(self) -> None:
+        self._draws = [(generator, generator.get_state()) for generator in default_generators()]
+        self._python = random.getstate()
+        numpy: Any = sys.modules.get("numpy")
+        self._numpy = None if numpy is None else numpy.random.get_state()
+
+    def restore(self) -> None:
         for generator, state in self._draws:
             generator.set_state(state)
-        random.setstate(self._random)
+        random.setstate(self._python)
         if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
+            numpy: Any = sys.modules["numpy"]
+            numpy.random.set_state(self._numpy)
 
 
 def _is_data(item: Any) -> bool:

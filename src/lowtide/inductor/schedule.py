@@ -15,9 +15,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from lowtide._compat import partitioner
 from lowtide.inductor.joint import OUTSIDE, Joint, Op
 from lowtide.inductor.kernels import Facts, Half
+from lowtide.inductor.nodes import nbytes_of, numel_of
 
 
 @dataclass(slots=True)
@@ -307,4 +310,14 @@ class Scheduler:
 def _beside_results(op: Op, made: int) -> int:
     """Bytes that a call of whole graphs has at once, besides its results."""
     most = max(Scheduler(joint).alone() for joint in op.inner)
-    return max(0, most - made) + (made if partitioner.keeps_iterations(op.node) else 0)
+    handed_on = partitioner.handed_on_by(op.node)
+    if handed_on is None:
+        return max(0, most - made) + (made if partitioner.keeps_iterations(op.node) else 0)
+    # Of what is stacked, all is there from the first iteration on, and so are its places, what the
+    # first has returned of it and, in each iteration, what the one before has.
+    returned = [
+        node.meta.get("val") for node in op.inner[0].traced.results()[0] if node is not None
+    ]
+    stacked = [val for val in returned[handed_on:] if isinstance(val, torch.Tensor)]
+    places = torch.long.itemsize * sum(map(numel_of, stacked))
+    return most + 2 * sum(map(nbytes_of, stacked)) + places
