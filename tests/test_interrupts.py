@@ -196,6 +196,46 @@ def test_a_profiler_that_was_prepared_before_an_interrupt_keeps_no_other_from_st
     assert own.events()
 
 
+class Interrupted(BaseException):
+    """As a signal's handler may raise it; of a `KeyboardInterrupt`, pytest would end."""
+
+
+def test_no_interrupt_comes_between_the_two_calls_that_start_torchs_profiler() -> None:
+    """Torch would say on stderr, when the next one is prepared, that the first was cancelled."""
+
+    def interrupt(_frame: FrameType, event: str, called: Any) -> None:
+        if event == "c_return" and called.__name__ == "_prepare_profiler":
+            raise Interrupted
+
+    events = MemoryEvents()
+    sys.setprofile(interrupt)
+    try:
+        started = events.start()
+    finally:
+        sys.setprofile(None)
+    assert started
+    assert events.stop() is not None
+
+
+def test_an_interrupt_while_the_recorder_is_chosen_leaves_the_choice_to_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first step of a process loads the compiled core, which takes long enough to be hit."""
+    chosen = engine.name()
+    run = budgets()
+    expected = bits(run())
+    monkeypatch.setenv("LOWTIDE_ENGINE", chosen)
+    monkeypatch.setattr(torch._ops, "_higher_order_ops", torch._ops._higher_order_ops)
+    for at in itertools.count():
+        monkeypatch.setattr(engine, "_choice", engine._Choice())
+        where = interrupted(run, at, {engine.__file__})
+        assert bits(run()) == expected, where
+        assert engine.name() == chosen, where
+        if where is None:
+            break
+    assert at > 10
+
+
 class Mean(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.square().mean()

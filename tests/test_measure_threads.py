@@ -114,6 +114,21 @@ def test_a_step_of_another_thread_that_is_over_gives_way() -> None:
     assert peak_here() == 1024
 
 
+def test_torch_has_nothing_to_say_about_a_recorder_that_is_taken_over(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """As from a thread whose step was abandoned: torch takes that for a warm-up cut short."""
+    assert peak_here() == 1024
+    with other_thread() as run:
+        events = MemoryEvents()
+        assert run(events.start)
+        events.over()
+        assert peak_here() == 1024
+        assert run(peak_here) == 1024  # its own profiler, still on there, is stopped first
+    assert peak_here() == 1024
+    assert "disableProfiler" not in capfd.readouterr().err
+
+
 def test_a_step_of_another_thread_that_is_over_has_a_step_s_time() -> None:
     theirs, ours = lowtide.budget(0.7), lowtide.budget(0.7)
     with other_thread() as run:

@@ -98,11 +98,12 @@ def use(way: str) -> Iterator[None]:
         UsageError: there is no engine of this name, or the compiled one cannot be used here; the
             text says why.
     """
-    with _lock:
-        before, active, why = _choice.wanted, _choice.active, _choice.reason
-        _want(way)
-        met, _choice.wrappers = _choice.wrappers, False
+    before, active, why = _choice.wanted, _choice.active, _choice.reason
+    met = _choice.wrappers
     try:
+        with _lock:
+            _want(way)
+            _choice.wrappers = False
         yield
     finally:
         with _lock:
@@ -112,10 +113,9 @@ def use(way: str) -> Iterator[None]:
 
 def new_recorder(tape: Tape) -> Recorder:
     """A recorder for one recording, of the engine in use."""
-    active = _choice.active
-    if active is None or _choice.built is not None:
+    if _choice.wanted is None or _choice.built is not None:
         _settle()
-        active = _choice.active
+    active = _choice.active
     assert active is not None
     if _compat.compiled_before_modes() and _compat.modes_of_users():
         return Recorder(tape)  # it keeps everything in this case
@@ -185,11 +185,13 @@ def _settle() -> None:
         if _choice.wanted is None:
             _want(_asked_for())
         if _choice.built is not None and _choice.wanted == "auto":
-            built, _choice.built = _choice.built, None
-            _load_or_say_why(built)
+            _load_or_say_why(_choice.built)
+            _choice.built = None
 
 
 def _want(way: str) -> None:
+    """Choose. What is chosen counts only once `wanted` says so: after an interrupt, which may have
+    come while the core was being loaded, the next recording chooses again."""
     if way not in _WAYS:
         raise UsageError(f"there is no engine {way!r}: choose one of {', '.join(_WAYS)}.")
     if way == "compiled" and _choice.compiled is None:
@@ -200,12 +202,12 @@ def _want(way: str) -> None:
                 f"the compiled engine cannot be used here: {error}. Use the engine 'python' or "
                 "'auto': results are the same."
             ) from error
-    _choice.wanted = way
     _choice.active, _choice.reason = Recorder, f"the engine {way!r} was asked for"
     if way == "compiled" or (way == "auto" and _choice.compiled is not None):
         _choice.active = _choice.compiled
     elif way == "auto":
         _look_for_it()
+    _choice.wanted = way
 
 
 def _look_for_it() -> None:
@@ -218,7 +220,7 @@ def _look_for_it() -> None:
         _python_stays(impossible)
         return
     _choice.reason = "the compiled recorder is being built"
-    if _choice.building is None:
+    if _choice.building is None or _choice.building.ident is None:  # that one was not started
         _log.warning(
             "lowtide builds its compiled recorder in the background, once for this version of "
             "torch (about a minute); until then steps are recorded in Python, with the same "

@@ -9,10 +9,12 @@ hundred times the cost.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import operator
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -120,11 +122,12 @@ def start_memory_profiler() -> None:
 
 
 def _turn_on() -> None:
-    """Prepare the recorder and start it.
+    """Prepare the recorder and start it, in one call of C: an interrupt between the two would leave
+    it prepared, and torch complains of that when the next one is.
 
-    If it is there already, prepared and then interrupted, or left by a thread that has ended, torch
-    before 2.12 says so in an error, and later ones in a warning. It can be started all the same.
-    Without the error it could not be for the rest of the process. Unnecessary from torch 2.12 on.
+    If it is there already, as a thread that has ended left it, torch before 2.12 says so in an
+    error, and later ones on stderr. It can be started all the same. Without the error it could not
+    be for the rest of the process. That part is unnecessary from torch 2.12 on.
     """
     config = _kinds.ProfilerConfig(
         _kinds.ProfilerState.KINETO,
@@ -136,9 +139,20 @@ def _turn_on() -> None:
         _kinds._ExperimentalConfig(),
     )
     enable: Any = _bindings._enable_profiler  # the stub lacks the scopes
-    with contextlib.suppress(RuntimeError):
-        _bindings._prepare_profiler(config, _ACTIVITIES)
-    enable(config, _ACTIVITIES, _SILENT_SCOPE)
+    prepared = functools.partial(_bindings._prepare_profiler, config, _ACTIVITIES)
+    enabled = functools.partial(enable, config, _ACTIVITIES, _SILENT_SCOPE)
+    both: tuple[Callable[[], None], ...] = prepared, enabled
+    try:
+        list(map(operator.call, both))
+    except RuntimeError:
+        enabled()
+
+
+def profiler_left_behind() -> bool:
+    """Whether a recorder of lowtide's is still there, of a recording that was not stopped: on a
+    thread that cannot be asked to, or that has ended."""
+    flag: object = _profiler._is_profiler_enabled
+    return isinstance(flag, _Untouched)
 
 
 def profiler_untouched(token: object) -> bool:

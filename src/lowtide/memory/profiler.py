@@ -22,24 +22,29 @@ from lowtide._compat import profiling
 
 _REPORT = b"SyncActivityProfilerHandler.cpp"
 _NOT_MAIN = b"External init callback must run in same thread"
+_REPLACED = b"disableProfiler called but no active profiling session"
 _first_use = True
 _loud = False  # the program used Kineto first, which goes on to report what we start and stop
 
 
 @contextlib.contextmanager
 def _quiet_kineto() -> Iterator[None]:
-    """Keep three messages of the profiler's C++ side off the user's terminal.
+    """Keep messages of the profiler's C++ side off the user's terminal.
 
     Kineto reports every start and stop on stderr unless a variable says otherwise when it is first
     used; the variable is set for that moment only, and a value set by the user is left alone. The
     CPU allocator reports the first block (then every thousandth) that is older than the profile and
     freed in it; one such block is freed here with stderr held back, and whatever else arrives on
     stderr in that instant is passed on. Held back likewise is Kineto's warning that its first use
-    is not on the main thread, which does not matter for memory events.
+    is not on the main thread, which does not matter for memory events, and what torch says if a
+    thread takes the recorder over from another one, whose step was abandoned.
     """
     global _first_use, _loud
     if not _first_use:
-        with _without_lines(_REPORT) if _loud else contextlib.nullcontext():
+        unwanted: tuple[bytes, ...] = (_REPORT,) if _loud else ()
+        if profiling.profiler_left_behind():
+            unwanted += (_REPLACED,)
+        with _without_lines(*unwanted) if unwanted else contextlib.nullcontext():
             yield
         return
     _first_use = False

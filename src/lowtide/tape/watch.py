@@ -89,7 +89,12 @@ _table = [Watched()]
 
 
 def use(table: Watched) -> None:
-    """Use the compiled recorder's table in place of Python's: one table, for the values of both."""
+    """Use the compiled recorder's table in place of Python's: one table, for the values of both.
+
+    An interrupt may come before all of the core is in use, and then all of this is done again.
+    """
+    if _table[0] is table:
+        return
     for key, value in _table[0].everything():
         table.add(key, value)
     _table[0] = table
