@@ -103,6 +103,14 @@ def thawed_at_times() -> None:
 
 
 @pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Begin with nothing compiled, and leave nothing."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def one_thread(thawed_at_times: None) -> Iterator[None]:
     """Run on one thread: for small nets several are slower, and they allocate memory."""
     gc.collect()  # budgets that other tests abandoned after a forward may still be measuring

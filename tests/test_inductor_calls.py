@@ -8,7 +8,6 @@ takes memory that no node of the outer one shows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,16 +24,9 @@ pytestmark = [
     on_one_recorder,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.usefixtures("one_thread", "fresh_compiler"),
     pytest.mark.skipif(not _compat.torch_has((2, 13)), reason="refused on this torch"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 X = torch.randn(512, 16, generator=torch.Generator().manual_seed(3))

@@ -3,18 +3,17 @@
 Problem: "how large a batch fits, and is it worth it" is what memory is asked for, and finding out
 by running out of it takes an evening. Invariant: each size in the answer has a plan that keeps the
 limit, and the next larger one was found to have none; nothing is run, of whatever size. Imports
-dryrun, planner, plans. Rejected: doubling and bisecting alone, which takes twice as many
+batches, dryrun, planner, plans. Rejected: doubling and bisecting alone, which takes twice as many
 dry runs: memory is nearly a straight line in the number of samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
-import torch
-
+from lowtide.batches import arguments_of
 from lowtide.dryrun.provenance import UnansweredError
 from lowtide.dryrun.putback import RandomStates
 from lowtide.dryrun.run import Dry, check_step, dry_run, tell_of_no_loss
@@ -187,12 +186,9 @@ def limit_in_bytes(limit: object) -> int:
 
 
 def _arguments(made: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(made, torch.Tensor):
-        return (made,), {}
-    if isinstance(made, list | tuple):
-        return tuple(made), {}
-    if isinstance(made, Mapping) or hasattr(made, "items"):  # also what tokenizers return
-        return (), dict(made.items())
+    found = arguments_of(made)
+    if found is not None:
+        return found
     raise UsageError(
         "batch returns a tensor, a tuple of arguments or a dictionary of keyword arguments; got "
         f"{type(made).__name__}. A batch of another type is an argument: return (batch,)."

@@ -1,8 +1,8 @@
 """From a target on the command line to a step that can be called.
 
 Problem: a step is Python, and a shell has only words. Invariant: a target gives either a step or a
-one-line error that says what was looked for, where, and how to write it. Imports errors, limits,
-_compat and torch. Rejected: a configuration file, which is one more language.
+one-line error that says what was looked for, where, and how to write it. Imports batches, errors,
+limits, _compat and torch. Rejected: a configuration file, which is one more language.
 
 A target is ``file.py:function`` or ``package.module:function``. The function is called with the
 arguments of ``--set``, if there are any, and returns ``(model, batch)``, ``(step, batch)`` or a
@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 from lowtide import _compat
+from lowtide.batches import arguments_of
 from lowtide.errors import LowtideError, UsageError
 from lowtide.limits import format_bytes
 
@@ -204,20 +205,14 @@ def _of_result(text: str, found: Any, settings: Sequence[str]) -> Target:
 
 
 def _with_batch(text: str, function: Callable[..., Any], batch: Any) -> Target:
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = {}
-    if isinstance(batch, torch.Tensor):
-        args = (batch,)
-    elif isinstance(batch, list | tuple):
-        args = tuple(batch)
-    elif hasattr(batch, "items"):  # also what tokenizers and collators return
-        kwargs = dict(batch.items())
-    else:
+    found = arguments_of(batch)
+    if found is None:
         raise UsageError(
             f"{text} returned a batch of type {type(batch).__name__}. A batch is a tensor, a tuple "
             "of arguments, or a dictionary of keyword arguments. With any other, return a step to "
             "call, which has it."
         )
+    args, kwargs = found
     if isinstance(function, nn.Module):
         _check_arguments(text, function, args, kwargs)
         function = functools.partial(_loss, function)
