@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -546,3 +547,62 @@ def test_a_write_to_a_part_of_a_buffer_copies_nothing(read: bool) -> None:
     measured = budget.report().measured_peak
     assert measured is not None
     assert measured <= limit
+
+
+def in_memory_while_used(net: nn.Module, elsewhere: Callable[[Tensor], Tensor]) -> None:
+    """Have the leaf modules' parameters in memory during their own forward and backward alone, as
+    DeepSpeed's ZeRO 3 does; `elsewhere`: what their data is in between."""
+    for module in net.modules():
+        own = list(module.parameters(recurse=False))
+        kept = [parameter.detach().clone() for parameter in own]
+
+        def gather(*_: object, own: list[nn.Parameter] = own, kept: list[Tensor] = kept) -> None:
+            for parameter, data in zip(own, kept, strict=True):
+                parameter.data = data.clone()
+
+        def let_go(*_: object, own: list[nn.Parameter] = own) -> None:
+            for parameter in own:
+                parameter.data = elsewhere(parameter)
+
+        if own:
+            module.register_forward_pre_hook(gather)
+            module.register_forward_hook(let_go)
+            module.register_full_backward_pre_hook(gather)
+
+
+def normalized() -> nn.Module:
+    torch.manual_seed(0)
+    parts = (nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()) for _ in range(4))
+    return nn.Sequential(*parts)
+
+
+def test_parameters_that_are_out_of_memory_between_forward_and_backward_are_said_once() -> None:
+    def steps(budget: lowtide.Budget | None) -> list[Any]:
+        net = normalized()
+        in_memory_while_used(net, lambda parameter: torch.empty(0))
+        x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        for _ in range(2):
+            with budget or nullcontext():
+                loss = net(x).square().mean()
+            loss.backward()
+        return [bits(parameter.grad) for parameter in net.parameters()]
+
+    plain = steps(None)
+    with pytest.warns(lowtide.KeptWarning) as said, counted() as replayed:
+        assert steps(lowtide.budget(0.7)) == plain
+    assert replayed.operations
+    assert [str(warning.message).split(" as it ends")[0] for warning in said] == [
+        "16 parameters that the forward has read have no memory any more"
+    ]
+    parameters = sum(parameter.numel() * 4 for parameter in normalized().parameters())
+    assert lowtide.limits.format_bytes(parameters) in str(said[0].message)
+
+
+def test_parameters_with_other_memory_of_their_own_size_are_nothing_to_be_said() -> None:
+    net = normalized()
+    in_memory_while_used(net, torch.clone)
+    budget = lowtide.budget(0.7)
+    with budget:
+        loss = net(torch.randn(64, 8, requires_grad=True)).square().mean()
+    loss.backward()
+    assert budget.report().steps == 1

@@ -83,7 +83,8 @@ class CompiledWarning(LowtideWarning):
 
 class KeptWarning(LowtideWarning):
     """What could be recomputed is kept: a setting of torch is in the way (rule 5), or a region
-    returned a generator or coroutine, whose code runs after the region."""
+    returned a generator or coroutine, whose code runs after the region. Or parameters are kept that
+    the program takes out of memory after the forward, as replays read them (rule 4)."""
 
 
 class DeviceWarning(LowtideWarning):

@@ -20,6 +20,7 @@ from lowtide import _compat, engine
 from lowtide._compat.sharding import gathered_for
 from lowtide.learning import idling
 from lowtide.learning.choosing import Choosing
+from lowtide.learning.emptied import Emptied
 from lowtide.learning.given import Given
 from lowtide.learning.hidden import Hidden
 from lowtide.learning.knowledge import Knowledge
@@ -90,6 +91,7 @@ class Loop:
         self._earlier = Earlier(self.where)  # finished steps of this context
         self._waiting = Waiting()
         self._hidden = Hidden()
+        self._emptied = Emptied()
         self.given = Given()
         self.on_trial = False
         self._finishing = threading.RLock()  # a report may be asked for on another thread
@@ -243,6 +245,7 @@ class Loop:
                     del known  # otherwise its traceback and this frame would hold each other
             if error is None:
                 self._hidden.look(decisions, self.steps)
+                self._emptied.look(decisions)
 
     @property
     def nothing_saved(self) -> bool:

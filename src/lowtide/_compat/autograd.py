@@ -179,11 +179,11 @@ def _dense_bytes(tensor: torch.Tensor) -> int:
     return 0 if tensor.layout is not torch.strided or tensor.is_nested else tensor.nbytes
 
 
-def frozen_parameter(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The parameter without `requires_grad` that this is, or is a view of."""
+def parameter_of(tensor: torch.Tensor) -> torch.nn.Parameter | None:
+    """The parameter that this is, or is a view of."""
     base = tensor._base
     base = tensor if base is None else base
-    return base if isinstance(base, torch.nn.Parameter) and not base.requires_grad else None
+    return base if isinstance(base, torch.nn.Parameter) else None
 
 
 def leaves_behind(outputs: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -2,25 +2,27 @@
 
 Problem: a leaf's gradient exists from the backward of its last reader (which backward reaches
 first) to the end of the step, and is not the result of any operation. Invariant: leaves are known
-by weak references and by identity; only gradients that do not exist yet are counted. Imports seen.
-Rejected: going through a model's parameters, which shows neither what a step reads nor leaves that
-are not parameters.
+by weak references and by identity; only gradients that do not exist yet are counted. Imports seen
+and the tape's table. Rejected: going through a model's parameters, which shows neither what a step
+reads nor leaves that are not parameters.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn.parameter import UninitializedParameter
 
 from lowtide import _compat
+from lowtide.tape.sharded import is_freed
 
 if TYPE_CHECKING:
     from lowtide.observing.seen import Seen
     from lowtide.running.where import Where
+    from lowtide.tape.known import Entry
 
 
 class Read(NamedTuple):
@@ -64,6 +66,8 @@ class Leaves:
         self._alone: list[weakref.ref[torch.Tensor]] = []  # read by what nobody watched
         self._sizes: dict[int, int] = {}  # of gradients: those of tables may be sparse
         self._dense: set[int] = set()  # leaves with a gradient that is as large as they are
+        # Leaf -> the key of the storage in which it was read.
+        self._read_in: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}
 
     def resume(self, seen: Seen, count: int) -> None:
         """Start with the leaves that the first `count` operations of another step have read."""
@@ -112,6 +116,7 @@ class Leaves:
             _, leaf = _compat.first_view(tensor)
         if leaf is None:
             return
+        self._was_in(tensor, leaf)
         size = self._bytes(tensor)
         self._sized(leaf, None if leaf is not tensor else sparse)
         way = None if leaf is tensor else _compat.way_to_leaf(tensor)
@@ -133,9 +138,34 @@ class Leaves:
 
     def _no_leaf(self, tensor: torch.Tensor) -> None:
         """A tensor that gets no gradient: note its parameter, which may be unfrozen later."""
-        parameter = _compat.frozen_parameter(tensor)
-        if parameter is not None and id(parameter) not in self.frozen:
+        parameter = _compat.parameter_of(tensor)
+        if parameter is None:
+            return
+        self._was_in(tensor, parameter)
+        if not parameter.requires_grad and id(parameter) not in self.frozen:
             self.frozen[id(parameter)] = _weak(parameter)
+
+    def _was_in(self, tensor: torch.Tensor, leaf: torch.Tensor) -> None:
+        storage = _compat.storage_of(tensor)
+        if storage is not None:
+            self._read_in[id(leaf)] = _compat.storage_id(storage), _weak(leaf)
+
+    def emptied(self, table: Mapping[int, Entry]) -> tuple[int, int]:
+        """How many leaves the program has taken out of memory since it read them, by `.data`, and
+        the bytes of that memory, which is there for replays alone. `table`: the storages alive."""
+        count, found = 0, {}
+        for key, weak in self._read_in.values():
+            leaf, entry = weak(), table.get(key)
+            storage = None if entry is None else entry()
+            if leaf is None or entry is None or storage is None or is_freed(entry):
+                continue
+            now = _compat.storage_of(leaf)
+            if now is None or _compat.storage_id(now) == key:
+                continue
+            if leaf.numel() == 0 or leaf.device != storage.device:
+                count += 1
+                found[key] = entry.nbytes
+        return count, sum(found.values())
 
     def _bytes(self, tensor: torch.Tensor) -> int:
         if self.where is not None and not self.where.has(tensor):

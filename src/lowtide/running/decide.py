@@ -32,6 +32,7 @@ class StepDecisions(ForwardDecisions):
     planned_peak: int | None = None  # of its backward, if that was planned when it began
     failed = False  # a backward inside the context has raised an error, which ended the step
     early = False  # an error has ended its forward
+    emptied = 0, 0  # parameters taken out of memory since its forward read them, and their bytes
     _began_on = 0  # the thread of backward's first request
 
     def leave_room(self) -> None:
@@ -43,6 +44,8 @@ class StepDecisions(ForwardDecisions):
         """The recording is about to close, and its recorder to forget which storages are alive."""
         if self.observer is not None:
             self.observer.names.forward_ends()
+            if self.recorder is not None:
+                self.emptied = self.observer.leaves.emptied(self.recorder.table)
 
     def forward_over(self) -> None:
         """The recording is closed."""
