@@ -67,15 +67,17 @@ def rebuild(seen: Observer) -> Graph:
     if seen.timeline:
         return Graph(values, ops, (), _turn(seen, sizes, stays))
     asked = [(value, op) for value, op, *_ in seen.requests] or None
-    events, _, reached = modelled_events(seen, sizes, asked)
+    backward = modelled_events(seen, sizes, asked)
     if asked is None:
-        externals = [_released(each, reached) if each.pending else each for each in externals]
-    return with_externals(Graph(values, ops, events), externals)
+        externals = [
+            _released(each, backward.reached) if each.pending else each for each in externals
+        ]
+    return with_externals(Graph(values, ops, backward.events), externals)
 
 
 def _released(external: External, reached: list[int]) -> External:
     """The same, released once the backward of the first operation that has read it is over.
-    `reached`: as `modelled_events` returns it."""
+    `reached`: see `Modelled`."""
     first, last = external.readers[0], len(reached) - 1
     return replace(external, release=next((i for i, op in enumerate(reached) if op <= first), last))
 
@@ -109,8 +111,8 @@ def before_requests(seen: Observer) -> int:
     for log in seen.ops:
         for number, nbytes in zip(log.outputs, log.sizes, strict=True):
             sizes[number] = nbytes
-    events, most, _ = modelled_events(seen, sizes, None)
-    return most if events else 0
+    backward = modelled_events(seen, sizes, None)
+    return backward.before if backward.events else 0
 
 
 def _typical(ops: Sequence[OpLog], earlier: Iterable[OpLog]) -> list[float]:
