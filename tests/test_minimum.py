@@ -20,7 +20,7 @@ from lowtide.limits import format_bytes
 from lowtide.observing.graphs import graph_of
 from lowtide.observing.observer import Observer
 from lowtide.planner import HOLD, Event, Graph, OpNode, Simulator, Solution, ValueNode, keep_all
-from lowtide.report import refusal
+from lowtide.refusal import refusal
 from once import on_one_recorder
 
 pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]

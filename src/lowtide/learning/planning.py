@@ -29,7 +29,7 @@ from lowtide.learning.resizing import Resizing
 from lowtide.learning.shortfalls import Shortfalls
 from lowtide.observing.graphs import graph_of
 from lowtide.observing.observer import Observer
-from lowtide.report import unrecorded
+from lowtide.refusal import unrecorded
 from lowtide.running.decide import StepDecisions
 from lowtide.running.prepared import Prepared, signatures_of
 

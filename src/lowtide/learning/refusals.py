@@ -4,8 +4,8 @@ Problem: a refused step leaves no plan, so the next one like it would run as an 
 stays inside the limit only as far as its modelled backward is right. Invariant: a step is refused
 again only if it is the same one, operation by operation and call by call (those that are not
 recorded), with no fewer gradients to allocate and no more room left by the steps before it.
-Imports errors, newest, report and prepared. Rejected: refusing whatever comes next, which may be a
-smaller batch.
+Imports errors, newest, prepared and `lowtide.refusal`. Rejected: refusing whatever comes next,
+which may be a smaller batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lowtide.errors import BudgetError
 from lowtide.learning.newest import Newest
 from lowtide.observing.seen import Seen
 from lowtide.planner import Graph
-from lowtide.report import refusal
+from lowtide.refusal import refusal
 from lowtide.running.prepared import Signature, signatures_of
 
 _KEPT = 16
@@ -83,6 +83,6 @@ def refusing(
     graph: Graph, limit: int, retain: Sequence[int], seen: Seen, **known: Any
 ) -> BudgetError:
     """The error of a step that may take so many bytes beside what was there before it; see
-    `lowtide.report.refusal`."""
+    `lowtide.refusal.refusal`."""
     before, more = seen.before, seen.withheld
     return refusal(graph, limit + before, retain, before=before, more=more, **known)
