@@ -137,11 +137,19 @@ class Effort:
         strange: bool = False,
         far_below: bool = False,
     ) -> None:
-        """A step followed one of the plans: its own, or that of a larger one, which covers it.
-        `measured`: whether it was measured itself. `strange`: it did what the plan knows nothing
-        of. `far_below`: it fits, however far its plan is off. One that begins under another step's
-        plan each time, as where both are at one place of a loop, would never be measured under its
-        own."""
+        """A step followed one of the plans.
+
+        What should be measured and was not is waited for: else a step that begins under another
+        step's plan each time, as where both are at one place of a loop, would never be measured
+        under its own.
+
+        Args:
+            prepared: the plan.
+            covered: it is that of a larger step.
+            measured: whether the step was measured.
+            strange: it did what the plan knows nothing of.
+            far_below: it fits however far its plan is off, so that the plan need not be tried.
+        """
         self._barren //= 2
         if self._debt:
             self._debt = max(0.0, self._debt - _GAIN * prepared.seconds)

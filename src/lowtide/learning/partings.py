@@ -56,7 +56,7 @@ class Partings:
         )
 
     def with_room(self, learned: Learned) -> Learned:
-        """The same step, with what others took where they parted from it."""
+        """The learned step, with room for what others took where they parted from it."""
         if not self._taken or learned.own is not None:
             return learned
         ops, changed = list(learned.graph.ops), False

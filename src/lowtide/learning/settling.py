@@ -47,8 +47,8 @@ class Settling:
     # ------------------------------------------------------------------ when backward begins
 
     def settle(self, decisions: StepDecisions, observer: Observer, *, again: bool = False) -> None:
-        """The step differs from its plan: plan its backward from what is still held. `again`: it
-        had another one, which has decided for good what it held."""
+        """The step differs from its plan: plan its backward from what is still held. `again`: an
+        earlier backward of the step has run, and has decided for good what it held."""
         prepared, core = decisions.prepared, engine.core()
         observer.spans = None if core is None else core.reached()
         graph = graph_before(observer, decisions.first) if prepared is None else prepared.graph
@@ -138,8 +138,15 @@ class Settling:
         held: set[int],
         retain: list[int],
     ) -> None:
-        """Refuse a step of which no plan for the rest, and so not this one, keeps the limit; unless
-        only a guess says so."""
+        """Refuse a step of which no plan for the rest keeps the limit, unless only a guess says so.
+
+        Args:
+            decisions: of the step.
+            observer: what was seen of it.
+            whole: the step, before this backward.
+            held: the values that are in memory.
+            retain: the plan with the lowest peak that was found.
+        """
         prepared, plain, before = decisions.prepared, plain_peak(whole), self._allowance.before
         allowed, least = self._allowance.of(plain, before), None
         graphs = [whole]

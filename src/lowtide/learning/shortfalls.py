@@ -32,6 +32,6 @@ class Shortfalls:
             self._missing.put(learned.step, max(missing, before))
 
     def with_room(self, learned: Learned) -> Learned:
-        """The same step, with room for what is missing."""
+        """The learned step, with room for what is missing in its graph."""
         missing = self._missing.get(learned.step, 0) if self._missing else 0
         return replace(learned, missing=missing) if missing else learned

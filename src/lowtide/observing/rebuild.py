@@ -76,8 +76,8 @@ def rebuild(seen: Observer) -> Graph:
 
 
 def _released(external: External, reached: list[int]) -> External:
-    """The same, released once the backward of the first operation that has read it is over.
-    `reached`: see `Modelled`."""
+    """An external that autograd releases once the backward of the first operation that has read it
+    is over. `reached`: see `Modelled`."""
     first, last = external.readers[0], len(reached) - 1
     return replace(external, release=next((i for i, op in enumerate(reached) if op <= first), last))
 
@@ -190,8 +190,8 @@ def _held(seen: Observer, sizes: list[int], stays: list[int]) -> list[int]:
 
 
 def _without(fell: tuple[int, int] | None, figures: list[int]) -> list[int]:
-    """The same without the bytes that were dropped at a mark, up to there: what they were is held
-    no more, and so is not subtracted otherwise."""
+    """Figures by mark, without the bytes that were dropped at a mark, up to there: what these bytes
+    were is held no more, and so is not subtracted otherwise. `fell`: as `OpLog.fell`."""
     if fell is None:
         return figures
     mark, nbytes = fell

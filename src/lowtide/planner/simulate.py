@@ -100,7 +100,8 @@ Lists = tuple[list[Any], ...]
 
 
 class Compiled(Protocol):
-    """The same simulations of one graph, in a hundredth of the time; see `simulator.h`."""
+    """Simulates plans of one graph as `Simulator` does, in a hundredth of the time; see
+    `simulator.h`."""
 
     def run(
         self, retain: Sequence[int], seconds_limit: float, trace: bool, /

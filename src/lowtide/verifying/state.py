@@ -111,7 +111,7 @@ class Reached(Found):
             self.tensors += [t for t in group["params"] if id(t) not in known]
 
     def leaves(self) -> list[Tensor]:
-        """Those to which a backward may give gradients."""
+        """The leaves among its tensors, to which a backward may give gradients."""
         return [t for t in (*self.state(), *self.tensors) if t.is_leaf]
 
     def drawn(self) -> list[Any]:
