@@ -24,7 +24,8 @@ from lowtide.learning.varying import LARGER, Varying, sizes_of, total
 from lowtide.planner import plain_peak
 from lowtide.running.prepared import Prepared, Signature, covers
 from once import on_one_recorder
-from test_changing_sizes import Pair, peak_of, rows, train
+from one_step import rows
+from test_changing_sizes import Pair, peak_of, train
 
 # What steps of many kinds are planned as, whoever records them.
 pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]
