@@ -119,9 +119,11 @@ class Resizing:
         noted = _NOTED if larger.apart else self._noted.get(larger.digest, 0)
         if noted < _NOTED:
             self._noted.put(larger.digest, noted + 1)
-            self._varying.note(seen, larger.seen.place)
         worth = self._effort.smaller(larger, seen, measured=False)
-        if not worth and not (self._varying.again and larger.apart):
+        worth = worth or (self._varying.again and larger.apart)
+        if worth or noted < _NOTED:
+            self._varying.note(seen, larger.seen.place)
+        if not worth:
             return
         smaller = self._smaller(larger, seen)
         if smaller is None:
@@ -142,7 +144,6 @@ class Resizing:
         """What is known of a step that followed the plan for a larger one, or of all steps that
         make about as much."""
         learned, place = Learned.of(larger), larger.seen.place
-        self._varying.note(seen, place)
         if not self._varying.apart(seen, place):
             return learned.of_sizes(sizes_of(seen))
         if self._varying.again:
