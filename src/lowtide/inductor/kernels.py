@@ -69,8 +69,7 @@ class Half:
         self._nodes(order)
         self._rank: dict[int, int] = {}
         self.of: dict[int, int] = {}
-        self._members: dict[int, list[int]] = {}
-        self._last: dict[int, int] = {}  # each kernel's last operation; its first is its name
+        self._members: dict[int, list[int]] = {}  # by kernel, whose name is its first operation
         self._join()
         self.written = self._written()
         self.kernels = self._ordered()
@@ -132,11 +131,15 @@ class Half:
             self._rank[index] = rank
             self.of[index] = index
             self._members[index] = [index]
-            self._last[index] = index
             for made in joined:
                 if self._rank[made] == rank:
                     self._merge(made, index)
         self._users()
+        # Kernels, each after those that it needs; None where one was that was fused. So far, each
+        # has operations of one rank, and needs only kernels of lower ones.
+        kernels = sorted(self._members, key=lambda kernel: (self._rank[kernel], kernel))
+        self._order: list[int | None] = [*kernels]
+        self._place = {kernel: place for place, kernel in enumerate(kernels)}
         self._join_more()
 
     def _merge(self, one: int, two: int) -> int:
@@ -147,7 +150,6 @@ class Half:
         for index in self._members[b]:
             self.of[index] = a
         self._members[a] += self._members.pop(b)
-        self._last[a] = max(self._last[a], self._last.pop(b))
         return a
 
     def _users(self) -> None:
@@ -174,37 +176,49 @@ class Half:
                         self._try(one, two)
 
     def _try(self, one: int, two: int) -> None:
+        """Fuse the kernels of two operations, unless a third one must run between them."""
         if self.of[one] == self.of[two] or self.facts.size[one] != self.facts.size[two]:
             return
-        if not self._between(one, two) and not self._between(two, one):
-            self._merge(one, two)
+        first, then = sorted((self.of[one], self.of[two]), key=self._place.__getitem__)
+        later = self._needing(first, then)
+        if later is not None:
+            self._reorder(first, then, later)
 
-    def _between(self, first: int, then: int) -> bool:
-        """Whether a third kernel needs the first and is needed by the second.
-
-        Operations are numbered as traced: a kernel that begins after the end of the second cannot
-        lead to it.
-        """
-        start, goal = self.of[first], self.of[then]
-        end = self._last[goal]
-        seen = {start, goal}
-        stack = [start]
+    def _needing(self, first: int, then: int) -> set[int] | None:
+        """Of the kernels between these two in the order, those that need the first; None if the
+        second needs one of them."""
+        end = self._place[then]
+        found: set[int] = set()
+        stack = [first]
         while stack:
             kernel = stack.pop()
             following = self._following(kernel)
-            if goal in following and kernel != start:
-                return True
-            new = [other for other in following if other < end and other not in seen]
+            if then in following and kernel != first:
+                return None
+            # None of those after the second in the order leads to it.
+            new = [k for k in following if self._place[k] < end and k != first and k not in found]
             stack.extend(new)
-            seen.update(new)
-        return False
+            found.update(new)
+        return found
+
+    def _reorder(self, first: int, then: int, later: set[int]) -> None:
+        """Fuse two kernels; `later`: those between them in the order that need the first."""
+        begin, end = self._place.pop(first), self._place.pop(then)
+        between = [kernel for kernel in self._order[begin + 1 : end] if kernel is not None]
+        placed: list[int | None] = [kernel for kernel in between if kernel not in later]
+        placed.append(self._merge(first, then))
+        placed += [kernel for kernel in between if kernel in later]
+        self._place.update((k, begin + place) for place, k in enumerate(placed) if k is not None)
+        self._order[begin : end + 1] = placed + [None] * (end + 1 - begin - len(placed))
 
     def _following(self, kernel: int) -> set[int]:
+        """The kernels that read what this one writes, with itself if it reads that too."""
         makes, readers, of = self.facts.makes, self.readers, self.of
         return {
             of[reader]
             for index in self._members[kernel]
             for made in makes[index]
+            if made in self.maker
             for reader in readers.get(made, ())
         }
 
