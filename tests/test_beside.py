@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import lowtide
 from by_hand import same
@@ -22,6 +22,7 @@ from lowtide.learning.learned import Learned
 from lowtide.planner.retention import Retention, keep_all
 from lowtide.running.prepared import Prepared
 from once import on_one_recorder
+from one_step import peak_of, rows
 
 pytestmark = [on_one_recorder, pytest.mark.beside, pytest.mark.usefixtures("one_thread")]
 
@@ -30,24 +31,6 @@ def net() -> nn.Sequential:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(6)]
     return nn.Sequential(*layers)
-
-
-def rows(count: int) -> Tensor:
-    return torch.randn(count, 32, generator=torch.Generator().manual_seed(count))
-
-
-def peak_of(model: nn.Module, x: Tensor, limit: lowtide.Budget | None = None) -> int:
-    model.zero_grad()
-
-    def run() -> None:
-        if limit is None:
-            loss = model(x).square().mean()
-        else:
-            with limit:
-                loss = model(x).square().mean()
-        loss.backward()
-
-    return lowtide.measure(run, device="cpu").peak_bytes
 
 
 class Gate:

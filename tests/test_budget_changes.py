@@ -20,10 +20,12 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+import one_step
 from against_plain import budgeted
 from lowtide.learning.effort import Effort
 from lowtide.running.prepared import ANCHOR
 from once import on_one_recorder
+from one_step import gradients
 from zoo import CASES
 
 pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]
@@ -73,20 +75,7 @@ def drawn(model: Branching, choose: random.Random) -> Callable[[Branching], None
     return take
 
 
-def gradients(model: nn.Module) -> list[Tensor]:
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-def peak_of(model: nn.Module, x: Tensor, limit: lowtide.Budget | None = None) -> int:
-    def run() -> None:
-        if limit is None:
-            loss = model(x).square().mean()
-        else:
-            with limit:
-                loss = model(x).square().mean()
-        loss.backward()
-
-    return lowtide.measure(run, device="cpu").peak_bytes
+peak_of = functools.partial(one_step.peak_of, adds_up=True)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -5,7 +5,6 @@ Its saved values are in memory until it dies, and a record that can make them ag
 needs: both count (rule 13).
 """
 
-import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from one_step import gradients, peak_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lowtide.DryRunWarning"),
@@ -58,24 +58,9 @@ def _built(how: str) -> tuple[_Spiking, Tensor]:
     return _Spiking(how), torch.randn(64, 64)
 
 
-def _step(model: _Spiking, x: Tensor, limit: lowtide.Budget | None) -> int:
-    model.zero_grad()
-
-    def run() -> None:
-        with limit or contextlib.nullcontext():
-            loss = model(x)
-        loss.backward()
-
-    return lowtide.measure(run, device="cpu").peak_bytes
-
-
-def _gradients(model: _Spiking) -> list[Tensor]:
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
 def _plain(how: str) -> tuple[int, list[Tensor]]:
     model, x = _built(how)
-    return _step(model, x, None), _gradients(model)
+    return peak_of(model, x, None), gradients(model)
 
 
 def _keeps(how: str, budget: Callable[[Callable[[], Tensor]], lowtide.Budget], most: int) -> None:
@@ -85,8 +70,8 @@ def _keeps(how: str, budget: Callable[[Callable[[], Tensor]], lowtide.Budget], m
     limit = budget(lambda: model(x))
     planned = 0
     for _ in range(5):
-        peak = _step(model, x, limit)
-        assert all(map(torch.equal, _gradients(model), expected))
+        peak = peak_of(model, x, limit)
+        assert all(map(torch.equal, gradients(model), expected))
         report = limit.report()
         if report.planned and report.planned_peak is not None:
             planned += 1
@@ -125,10 +110,10 @@ def test_the_other_graph_can_still_be_used(share: float) -> None:
     def train(limit: lowtide.Budget | None) -> list[Tensor]:
         model, x = _built("aside")
         for _ in range(3):
-            _step(model, x, limit)
+            peak_of(model, x, limit)
         assert model.aside is not None
         model.aside.backward()
-        return _gradients(model)
+        return gradients(model)
 
     assert all(map(torch.equal, train(lowtide.budget(share)), train(None)))
 
@@ -138,10 +123,10 @@ def test_a_retained_graph_and_another_one() -> None:
     model, x = _built("after")
     budget = lowtide.budget(0.6)
     for _ in range(2):
-        _step(model, x, budget)
+        peak_of(model, x, budget)
     _, expected = _plain("after")
     model.zero_grad()
     with budget:
         loss = model(x)
     loss.backward(retain_graph=True)
-    assert all(map(torch.equal, _gradients(model), expected))
+    assert all(map(torch.equal, gradients(model), expected))

@@ -21,6 +21,7 @@ from lowtide.learning.planning import Planning
 from lowtide.learning.settling import Settling
 from lowtide.observing.observer import Observer
 from once import on_one_recorder
+from one_step import gradients, peak_of
 
 pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]
 
@@ -49,24 +50,6 @@ class Net(nn.Module):
 
 def words(count: int = 512) -> Tensor:
     return torch.randint(20_000, (count,))
-
-
-def gradients(model: nn.Module) -> list[Tensor]:
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-def peak_of(model: nn.Module, x: Tensor, limit: lowtide.Budget | None = None) -> int:
-    model.zero_grad()
-
-    def run() -> None:
-        if limit is None:
-            loss = model(x).square().mean()
-        else:
-            with limit:
-                loss = model(x).square().mean()
-        loss.backward()
-
-    return lowtide.measure(run, device="cpu").peak_bytes
 
 
 @pytest.fixture

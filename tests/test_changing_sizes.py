@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import random
 import warnings
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+import one_step
 from by_hand import same
 from lowtide import _compat
 from lowtide.kernels.unfolding import runs_itself
@@ -27,6 +29,7 @@ from lowtide.learning.known_plans import _KEPT, KnownPlans
 from lowtide.learning.learned import Learned
 from lowtide.running.prepared import Prepared, covers, outgrown_by, signatures_of
 from once import on_one_recorder
+from one_step import gradients, rows
 
 # What steps of many kinds are planned as, whoever records them.
 pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]
@@ -71,23 +74,7 @@ def tokens(length: int) -> Tensor:
     return torch.randint(100, (8, length), generator=torch.Generator().manual_seed(length))
 
 
-def rows(count: int) -> Tensor:
-    return torch.randn(count, 32, generator=torch.Generator().manual_seed(count))
-
-
-def peak_of(model: nn.Module, x: Any, limit: lowtide.Budget | None = None) -> int:
-    model.zero_grad()
-
-    def run() -> None:
-        torch.manual_seed(7)
-        if limit is None:
-            loss = model(x).square().mean()
-        else:
-            with limit:
-                loss = model(x).square().mean()
-        loss.backward()
-
-    return lowtide.measure(run, device="cpu").peak_bytes
+peak_of = functools.partial(one_step.peak_of, seed=7)
 
 
 def train(model: nn.Module, limit: lowtide.Budget, batches: Iterable[Any]) -> list[str]:
@@ -103,10 +90,6 @@ def train(model: nn.Module, limit: lowtide.Budget, batches: Iterable[Any]) -> li
         assert isinstance(limit.limit, float) or peak <= limit.limit, f"step {number}"
         assert same(gradients(model), gradients(twin))
     return ways
-
-
-def gradients(model: nn.Module) -> list[Tensor]:
-    return [p.grad for p in model.parameters() if p.grad is not None]
 
 
 def sizes(low: int, high: int, count: int) -> list[int]:

@@ -3,7 +3,6 @@
 Their forward runs without grad, so autograd's nodes do not describe it.
 """
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import lowtide
+from one_step import gradients, peak_of
 
 
 class _Formula(torch.autograd.Function):
@@ -172,21 +172,6 @@ class _Equilibrium(nn.Module):
         return loss
 
 
-def _run(model: nn.Module, x: Tensor, limit: lowtide.Budget | None) -> int:
-    model.zero_grad()
-
-    def go() -> None:
-        with limit or contextlib.nullcontext():
-            loss = model(x)
-        loss.backward()
-
-    return lowtide.measure(go, device="cpu").peak_bytes
-
-
-def _gradients(model: nn.Module) -> list[Tensor]:
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
 @pytest.mark.parametrize(
     ("how", "share"),
     [
@@ -205,13 +190,13 @@ def _gradients(model: nn.Module) -> list[Tensor]:
 def test_the_first_step_keeps_the_limit(how: str, share: float) -> None:
     torch.manual_seed(0)
     model, x = _Net(how), torch.randn(1024, 32, requires_grad=True)
-    plain = _run(model, x, None)
-    wanted = _gradients(model)
+    plain = peak_of(model, x, None)
+    wanted = gradients(model)
     limit = int(share * plain)
     budget = lowtide.budget(limit)
     for _ in range(3):
-        assert _run(model, x, budget) <= limit
-        found = _gradients(model)
+        assert peak_of(model, x, budget) <= limit
+        found = gradients(model)
         assert len(found) == len(wanted)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
@@ -220,15 +205,15 @@ def test_iterations_are_counted_once() -> None:
     """Counting all fifteen would give several times the step's memory."""
     torch.manual_seed(0)
     model, x = _Equilibrium(), torch.randn(512, 32)
-    plain = _run(model, x, None)
+    plain = peak_of(model, x, None)
     budget = lowtide.budget(int(0.8 * plain))
     with pytest.raises(lowtide.BudgetError, match="taken to run its forward again") as refused:
-        _run(model, x, budget)
+        peak_of(model, x, budget)
     least = refused.value.minimum
     assert least is not None
     assert least <= 1.25 * plain
     budget = lowtide.budget(least)
-    assert max(_run(model, x, budget) for _ in range(3)) <= least
+    assert max(peak_of(model, x, budget) for _ in range(3)) <= least
 
 
 class _Revertible(nn.Module):
@@ -248,21 +233,21 @@ def test_no_step_is_refused_for_a_guess(share: float) -> None:
     """Running all blocks at once would take several times the step's memory (rule 13)."""
     torch.manual_seed(0)
     model, x = _Revertible(), torch.randn(512, 16)
-    plain = _run(model, x, None)
-    wanted = _gradients(model)
+    plain = peak_of(model, x, None)
+    wanted = gradients(model)
     budget = lowtide.budget(int(share * plain))
     for _ in range(3):
-        assert _run(model, x, budget) <= share * plain
-        assert all(map(torch.equal, _gradients(model), wanted))
+        assert peak_of(model, x, budget) <= share * plain
+        assert all(map(torch.equal, gradients(model), wanted))
 
 
 def test_what_fits_by_no_guess_is_refused() -> None:
     """The refusal of a first step says what was guessed, and the limit that would tell."""
     torch.manual_seed(0)
     model, x = _Revertible(), torch.randn(512, 16)
-    plain = _run(model, x, None)
+    plain = peak_of(model, x, None)
     with pytest.raises(lowtide.BudgetError, match=r"the least that it may, .* may do") as refused:
-        _run(model, x, lowtide.budget(int(0.5 * plain)))
+        peak_of(model, x, lowtide.budget(int(0.5 * plain)))
     assert refused.value.minimum is not None
     assert refused.value.minimum > 2 * plain
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.planner import Graph
+from one_step import peak_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lowtide.DryRunWarning"),
@@ -63,17 +64,6 @@ def _built(how: str) -> tuple[_Pair, Tensor]:
     return _Pair(how), torch.randn(512, 16)
 
 
-def _step(model: _Pair, x: Tensor, limit: lowtide.Budget | None) -> int:
-    model.zero_grad()
-
-    def run() -> None:
-        with limit or contextlib.nullcontext():
-            loss = model(x)
-        loss.backward()
-
-    return lowtide.measure(run, device="cpu").peak_bytes
-
-
 def _gradients(model: _Pair) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
@@ -88,7 +78,7 @@ def _same(first: list[Tensor | None], second: list[Tensor | None]) -> bool:
 @pytest.mark.parametrize("how", HOWS)
 def test_plain_peak_counts_what_dies(how: str) -> None:
     model, x = _built(how)
-    measured = _step(model, x, None)
+    measured = peak_of(model, x, None)
     model.zero_grad()
     plan = lowtide.plan(model, x)
     assert plan.source == ("recorded" if how == "asked" else "fake")
@@ -100,7 +90,7 @@ def test_plain_peak_counts_what_dies(how: str) -> None:
 
 def test_explained_is_the_plain_step() -> None:
     model, x = _built("detached")
-    measured = _step(model, x, None)
+    measured = peak_of(model, x, None)
     model.zero_grad()
     told = lowtide.explain(model, x)
     assert told.plain.peak == pytest.approx(measured, rel=0.02)
@@ -114,7 +104,7 @@ def test_a_plan_holds_nothing_of_it(how: str) -> None:
     plan = lowtide.plan(model, x, limit=0.5)
     assert plan.limit is not None
     limit = lowtide.budget(plan)
-    peaks = [_step(model, x, limit) for _ in range(2)]
+    peaks = [peak_of(model, x, limit) for _ in range(2)]
     assert max(peaks) <= plan.limit
     assert peaks[0] == pytest.approx(plan.peak, rel=0.02)
 
@@ -123,12 +113,12 @@ def test_a_plan_holds_nothing_of_it(how: str) -> None:
 @pytest.mark.parametrize("share", [0.6, "bytes"])
 def test_the_first_step_knows_that_no_backward_comes(how: str, share: float | str) -> None:
     model, x = _built(how)
-    plain = _step(model, x, None)
+    plain = peak_of(model, x, None)
     wanted = _gradients(model)
     limit = int(0.6 * plain)
     budget = lowtide.budget(limit if share == "bytes" else 0.6)
     for step in range(3):
-        peak = _step(model, x, budget)
+        peak = peak_of(model, x, budget)
         assert peak <= limit or (step == 0 and share != "bytes")
         assert _same(wanted, _gradients(model))
     assert budget.report().plain_peak == pytest.approx(plain, rel=0.02)
@@ -194,11 +184,11 @@ def test_what_was_looked_at_is_planned_like_the_rest(share: float) -> None:
     for looks in (False, True):
         torch.manual_seed(0)
         model, x = _Adaptive(looks), torch.randn(1024, 16)
-        plain = _step(model, x, None)
+        plain = peak_of(model, x, None)
         wanted = _gradients(model)
         budget = lowtide.budget(int(share * plain))
         for number in range(3):
-            assert _step(model, x, budget) <= share * plain
+            assert peak_of(model, x, budget) <= share * plain
             assert _same(wanted, _gradients(model))
             assert budget.report().planned == (number > 0)
         reports.append(budget.report())

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from by_hand import same
 from lowtide import BudgetError
+from one_step import gradients
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -68,14 +70,6 @@ def peak_of(model: nn.Sequential, x: Tensor, layer: int | None) -> int:
         out.square().mean().backward()
 
     return lowtide.measure(run, device="cpu").peak_bytes
-
-
-def gradients(model: nn.Module) -> list[Tensor]:
-    return [p.grad for p in model.parameters() if p.grad is not None]
-
-
-def same(one: list[Tensor], two: list[Tensor]) -> bool:
-    return len(one) == len(two) and all(map(torch.equal, one, two))
 
 
 @pytest.mark.parametrize("early", [[0, 1, 2, 3], [1, 4], [2, 3, 5]])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,8 +19,9 @@ from lowtide.limits import format_bytes
 from lowtide.observing.graphs import graph_of
 from lowtide.observing.observer import Observer
 from lowtide.planner import HOLD, Event, Graph, OpNode, Simulator, Solution, ValueNode, keep_all
-from lowtide.report import refusal
+from lowtide.refusal import refusal
 from once import on_one_recorder
+from one_step import peak_of
 
 pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]
 
@@ -232,17 +232,6 @@ def made(name: str) -> tuple[nn.Module, Tensor]:
     return build(), torch.randn(shape)
 
 
-def measured_step(model: nn.Module, x: Tensor, budget: lowtide.Budget) -> int:
-    model.zero_grad()
-
-    def step() -> None:
-        with budget:
-            loss = model(x)
-        loss.backward()
-
-    return lowtide.measure(step, device="cpu").peak_bytes
-
-
 @exact_workspaces
 @pytest.mark.parametrize("name", STEPS)
 def test_the_minimum_that_is_named_is_kept(name: str) -> None:
@@ -251,12 +240,12 @@ def test_the_minimum_that_is_named_is_kept(name: str) -> None:
     plan = lowtide.plan(model, x, limit=least)
     assert plan.peak < plan.plain_peak
     budget = lowtide.budget(plan)
-    first = measured_step(model, x, budget)
+    first = peak_of(model, x, budget)
     assert plan.peak == pytest.approx(first, rel=0.005)
     report = budget.report()
     assert report.replayed_operations > 0
     assert report.planned_peak == plan.peak  # the step was the planned one
-    assert max(first, *(measured_step(model, x, budget) for _ in range(2))) <= least
+    assert max(first, *(peak_of(model, x, budget) for _ in range(2))) <= least
 
 
 @exact_workspaces
@@ -283,23 +272,13 @@ def test_a_refusal_halfway_adds_no_models_margin_to_what_is_known(at: int, share
     the plain step's peak was named."""
     torch.manual_seed(0)
     model, x = Watching(at), torch.randn(512, 64)
-
-    def step(budget: lowtide.Budget | None = None) -> int:
-        def go() -> None:
-            with budget or contextlib.nullcontext():
-                loss = model(x)
-            loss.backward()
-
-        model.zero_grad()
-        return lowtide.measure(go, device="cpu").peak_bytes
-
-    plain = max(step(), step())
+    plain = max(peak_of(model, x), peak_of(model, x))
     with pytest.raises(lowtide.BudgetError, match="A limit that gets past") as caught:
-        step(lowtide.budget(plain // 2))
+        peak_of(model, x, lowtide.budget(plain // 2))
     named = caught.value.minimum
     assert named <= share * plain
     budget = lowtide.budget(named)  # is not refused
-    assert max([step(budget) for _ in range(4)][1:]) <= named
+    assert max([peak_of(model, x, budget) for _ in range(4)][1:]) <= named
 
 
 def test_a_first_step_that_drops_too_little_is_planned_for_the_next_time() -> None:
@@ -308,15 +287,15 @@ def test_a_first_step_that_drops_too_little_is_planned_for_the_next_time() -> No
     limit = int(1.08 * lowtide.plan(model, x).minimum_peak)
     budget = lowtide.budget(limit)
     with pytest.raises(lowtide.BudgetError, match="run it again with the same budget") as refused:
-        measured_step(model, x, budget)
+        peak_of(model, x, budget)
     assert refused.value.minimum > 1.1 * limit  # what a first step needs
-    assert max(measured_step(model, x, budget) for _ in range(3)) <= limit
+    assert max(peak_of(model, x, budget) for _ in range(3)) <= limit
     report = budget.report()
     assert report.planned
     assert report.replayed_operations > 0
     with pytest.raises(lowtide.BudgetError, match="run it again"):  # one that knows nothing
-        measured_step(model, x, lowtide.budget(limit))
-    assert measured_step(model, x, lowtide.budget(refused.value.minimum)) <= refused.value.minimum
+        peak_of(model, x, lowtide.budget(limit))
+    assert peak_of(model, x, lowtide.budget(refused.value.minimum)) <= refused.value.minimum
 
 
 def test_a_limit_that_no_plan_keeps_is_refused_again() -> None:
@@ -324,7 +303,7 @@ def test_a_limit_that_no_plan_keeps_is_refused_again() -> None:
     budget = lowtide.budget(lowtide.plan(model, x).minimum_peak // 2)
     for _ in range(2):
         with pytest.raises(lowtide.BudgetError) as refused:
-            measured_step(model, x, budget)
+            peak_of(model, x, budget)
         assert "run it again" not in str(refused.value)
 
 
@@ -351,7 +330,7 @@ def test_what_is_let_go_before_an_operation_is_not_its_workspace(
     model, x = made("residuals")
     plan = lowtide.plan(model, x, limit=lowtide.plan(model, x).minimum_peak)
     budget = lowtide.budget(plan)
-    first = measured_step(model, x, budget)
+    first = peak_of(model, x, budget)
     budget.report()
     workspaces = [op.workspace for op in graphs[0].ops if op.name in ("aten::add_", "aten::relu")]
     assert len(workspaces) == 12
@@ -374,7 +353,7 @@ def test_a_plan_that_kept_its_limit_is_not_refused(monkeypatch: pytest.MonkeyPat
     for place in ("choosing.solve", "settling.minimum", "learned.solve", "learned.minimum"):
         monkeypatch.setattr(f"lowtide.learning.{place}", blind)
     budget = lowtide.budget(plan)
-    peaks = [measured_step(model, x, budget) for _ in range(3)]
+    peaks = [peak_of(model, x, budget) for _ in range(3)]
     assert max(peaks) <= plan.limit
     assert peaks[1] == peaks[2]
 
@@ -388,16 +367,16 @@ def test_a_refusal_after_a_dry_run_says_what_had_been_predicted(
     low, prepared = plan.peak - 1000, lowtide.Plan.prepared
     monkeypatch.setattr(lowtide.Plan, "prepared", lambda plan: replace(prepared(plan), peak=low))
     budget = lowtide.budget(replace(plan, limit=low))
-    first = measured_step(model, x, budget)
+    first = peak_of(model, x, budget)
     with pytest.raises(lowtide.BudgetError) as caught:
-        measured_step(model, x, budget)
+        peak_of(model, x, budget)
     text, least = str(caught.value), caught.value.minimum
     assert least is not None
     assert first <= least <= 1.01 * first
     assert f"The smallest limit known to suffice is {least} bytes" in text
     assert f"was predicted, from sizes, to take {format_bytes(low)};" in text
     budget = lowtide.budget(least)
-    assert max(measured_step(model, x, budget) for _ in range(3)) <= least
+    assert max(peak_of(model, x, budget) for _ in range(3)) <= least
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -408,7 +387,7 @@ def test_a_dry_run_sees_the_operations_of_the_recorder_in_force(
     model, x = made(name)
     dry = lowtide.plan(model, x).step.graph
     budget = lowtide.budget(1.0)
-    measured_step(model, x, budget)
+    peak_of(model, x, budget)
     budget.report()
     assert dry.fingerprint == graphs[0].fingerprint
     assert dry.values == graphs[0].values  # including what user code holds, and until when
@@ -424,7 +403,7 @@ def test_until_when_the_program_has_a_value_is_seen_whatever_is_held(
     graphs = learned(monkeypatch)
     for plan in (plain, least):
         budget = lowtide.budget(replace(plan, limit=4 * plan.plain_peak))
-        measured_step(model, x, budget)
+        peak_of(model, x, budget)
         budget.report()
     held, dropped = graphs
     assert any(node.named >= 0 for node in held.values)

@@ -19,6 +19,7 @@ import lowtide
 from lowtide.learning.learned import Learned
 from lowtide.learning.planning import Planning
 from once import on_one_recorder
+from one_step import gradients, peak_of
 
 pytestmark = on_one_recorder
 
@@ -132,33 +133,16 @@ class _Net(nn.Module):
         return _wide_inside(x).sum() if self.then == "nothing" else x.square().mean()
 
 
-def _run(model: nn.Module, x: Tensor, limit: lowtide.Budget | None) -> int:
-    model.zero_grad()
-    x.grad = None
-
-    def go() -> None:
-        with limit or contextlib.nullcontext():
-            loss = model(x)
-        loss.backward()
-
-    return lowtide.measure(go, device="cpu").peak_bytes
-
-
-def _gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
-    found = [leaf.grad for leaf in (x, *model.parameters())]
-    return [gradient.clone() for gradient in found if gradient is not None]
-
-
 @pytest.mark.parametrize("share", [0.9, 0.7])
 @pytest.mark.parametrize("then", ["an operation", "a draw", "nothing"])
 def test_what_a_custom_operator_takes_inside_is_known_after_one_step(
     then: str, share: float
 ) -> None:
     model, x = _Net(then), torch.randn(1024, 32, requires_grad=True)
-    limit = int(share * _run(model, x, None))
+    limit = int(share * peak_of(model, x, None))
     budget = lowtide.budget(limit)
-    _run(model, x, budget)  # what its body takes is not known yet
-    assert all(_run(model, x, budget) <= limit for _ in range(4))
+    peak_of(model, x, budget)  # what its body takes is not known yet
+    assert all(peak_of(model, x, budget) <= limit for _ in range(4))
 
 
 @pytest.mark.parametrize(
@@ -177,12 +161,12 @@ def test_what_a_custom_operator_takes_inside_is_known_after_one_step(
 def test_the_first_step_has_room_for_custom_operators(how: str, share: float) -> None:
     torch.manual_seed(0)
     model, x = _Layers(how), torch.randn(1024, 32, requires_grad=True)
-    limit = int(share * _run(model, x, None))
-    wanted = _gradients(model, x)
+    limit = int(share * peak_of(model, x, None))
+    wanted = gradients(model, x)
     budget = lowtide.budget(limit)
     for _ in range(3):
-        assert _run(model, x, budget) <= limit
-        found = _gradients(model, x)
+        assert peak_of(model, x, budget) <= limit
+        found = gradients(model, x)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
@@ -314,7 +298,7 @@ def _now_and_then_steps(
     peaks = []
     for logs in (False, True):
         peaks.append(step(logs, contextlib.nullcontext()))
-        plain[logs] = _gradients(model, x)
+        plain[logs] = gradients(model, x)
     limit = int(share * max(peaks))
     budget = lowtide.budget(limit)
     found: list[int | None] = []
@@ -325,7 +309,7 @@ def _now_and_then_steps(
         except lowtide.BudgetError:
             found.append(None)
             continue
-        assert all(map(torch.equal, _gradients(model, x), plain[logs]))
+        assert all(map(torch.equal, gradients(model, x), plain[logs]))
     return limit, found
 
 

@@ -24,7 +24,8 @@ from lowtide.learning.varying import LARGER, Varying, sizes_of, total
 from lowtide.planner import plain_peak
 from lowtide.running.prepared import Prepared, Signature, covers
 from once import on_one_recorder
-from test_changing_sizes import Pair, peak_of, rows, train
+from one_step import rows
+from test_changing_sizes import Pair, peak_of, train
 
 # What steps of many kinds are planned as, whoever records them.
 pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]
@@ -357,3 +358,19 @@ def test_what_a_step_takes_above_its_bounds_is_kept_free_from_then_on() -> None:
     found = again.search(again.plain_peak + 1000)
     assert found is not None
     assert found.peak == bounds.peak + 1000
+
+
+def test_a_step_is_noted_once_even_if_it_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slack of bounds shrinks with the number of steps."""
+    learned = learned_step()
+    part = Resizing(Knowledge(learned.plain_peak, None))
+    larger = learned.search(int(0.7 * learned.plain_peak))
+    assert larger is not None
+    seen = [replace_sizes(one, 6) for one in learned.signatures]
+    planned: list[Any] = []
+    monkeypatch.setattr(part._beside, "ask", planned.append)
+    for count in range(1, 7):
+        part.plan_smaller(larger, seen)
+        [known] = part._varying._seen.values()
+        assert known.steps == count
+    assert planned

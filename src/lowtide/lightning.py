@@ -87,7 +87,8 @@ def _as_out_of_memory() -> Iterator[None]:
 
 
 class _Trial(_TrainingStep):
-    """The same while Lightning looks for a learning rate or a batch size."""
+    """`training_step` inside a budget, while Lightning looks for a learning rate or a batch
+    size."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with _as_out_of_memory():

@@ -2,14 +2,15 @@
 
 Problem: a plan made on one machine is used on another, perhaps by another release. Invariant: what
 cannot be read as it was meant is a `UsageError` that names the file and the reason; what can be
-derived (peaks, overhead) is not in the file and so cannot contradict it. Imports dryrun, externals,
-planner. Rejected: pickle, which runs what it reads.
+derived (peaks, overhead) is not in the file and so cannot contradict it. Imports dryrun, backward,
+observing and the planner. Rejected: pickle, which runs what it reads.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from reprlib import repr as brief  # of a value that may be a whole file
 from typing import Any, TypeVar
 
@@ -34,9 +35,9 @@ T = TypeVar("T", int, float)
 
 def document(step: Dry, rest: dict[str, Any]) -> dict[str, Any]:
     """A plan as JSON types."""
-    look_closer(
-        step.seen.ops, step.seen.carries_grad
-    )  # operators cannot be written to a file, but what they cost can
+    seen = step.seen
+    # What is still to be asked of operators is asked now: these cannot be written into a file.
+    look_closer(seen.ops, seen.carries_grad)
     names = list(dict.fromkeys(step.modules))
     place = {name: index for index, name in enumerate(names)}
     data = {
@@ -49,13 +50,13 @@ def document(step: Dry, rest: dict[str, Any]) -> dict[str, Any]:
         **rest,
         "module_names": names,
         "modules": [place[name] for name in step.modules],
-        "forward": step.seen.forward,
-        **{key: [list(getattr(log, key)) for log in step.seen.ops] for key in _LISTS},
-        "saved": [None if log.saved is None else list(log.saved) for log in step.seen.ops],
-        **{key: [getattr(log, key) for log in step.seen.ops] for key in _NUMBERS},
-        "carries_grad": sorted(step.seen.carries_grad),
-        "asked": None if step.seen.saved is None else sorted(step.seen.saved),
-        "parameters": [list(pair) for pair in step.seen.parameters.values()],
+        "forward": seen.forward,
+        **{key: [list(getattr(log, key)) for log in seen.ops] for key in _LISTS},
+        "saved": [None if log.saved is None else list(log.saved) for log in seen.ops],
+        **{key: [getattr(log, key) for log in seen.ops] for key in _NUMBERS},
+        "carries_grad": sorted(seen.carries_grad),
+        "asked": None if seen.saved is None else sorted(seen.saved),
+        "parameters": [list(pair) for pair in seen.parameters.values()],
         "graph": json.loads(step.graph.to_json()),
     }
     return {**data, "digest": _digest(data)}
@@ -118,8 +119,8 @@ def _seen(graph: Graph, data: dict[str, Any]) -> Seen:
     forward = data.get("forward")
     if type(forward) is not int or not 0 <= forward <= count:
         raise UsageError(f"damaged document: {count} operations cannot end at {brief(forward)}")
-    lists = {key: _rows(data, key, count) for key in _LISTS}
-    numbers = {key: _whole(data, key, count) for key in _NUMBERS}
+    fields: dict[str, Sequence[Any]] = {key: _rows(data, key, count) for key in _LISTS}
+    fields.update((key, _whole(data, key, count)) for key in _NUMBERS)
     saved = _rows(data, "saved", count, optional=True)
     ops = tuple(
         OpLog(
@@ -131,20 +132,9 @@ def _seen(graph: Graph, data: dict[str, Any]) -> Seen:
             begin=None,
             mark=0,
             saved=saved[index],
-            reads=lists["reads"][index] or (),
-            receivers=lists["receivers"][index] or (),
-            viewing=lists["viewing"][index] or (),
-            whole=lists["whole"][index] or (),
-            pieces=lists["pieces"][index] or (),
-            piece_sizes=lists["piece_sizes"][index] or (),
-            live=numbers["live"][index],
-            workspace=numbers["workspace"][index],
-            temporaries=numbers["temporaries"][index],
-            left=numbers["left"][index],
-            wanted=numbers["wanted"][index],
-            besides=numbers["besides"][index],
             overwrites=op.overwrites,
             kept=not op.replayable,
+            **{key: field[index] for key, field in fields.items()},
         )
         for index, op in enumerate(graph.ops)
     )

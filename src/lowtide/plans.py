@@ -4,7 +4,7 @@ Problem: whether a step fits, at what price, and what would be recomputed should
 the job starts, on a machine that need not be able to run it. Invariant: a `Plan` carries the graph
 it is for; its peaks are simulated for exactly its decisions, also after loading; and a step that
 turns out to differ is planned anew, never run on trust (rule 13). A file is data: loading one
-executes nothing. Imports dryrun, planner, report. Rejected: a plan without its graph, which is
+executes nothing. Imports dryrun, planner, refusal. Rejected: a plan without its graph, which is
 smaller but cannot be checked against anything.
 """
 
@@ -40,7 +40,7 @@ from lowtide.planner import (
     solve,
 )
 from lowtide.plantext import format_plan
-from lowtide.report import refusal
+from lowtide.refusal import refusal
 from lowtide.running.prepared import Prepared
 
 

@@ -50,7 +50,7 @@ def _watch(module: str, name: str, launched: Launched) -> None:
 
 
 def watch_class(kind: Any, launched: Launched) -> None:
-    """The same for the launches of one class of kernels."""
+    """From now on, call `launched` in place of each launch of kernels of this class."""
     if _MARK in vars(kind):
         return
     original = kind.run
@@ -139,7 +139,8 @@ def constant_kind(argument: Any) -> Any:
 
 
 def pointer_kind(argument: Any) -> Any:
-    """The same of what has `pointers` and is no tensor."""
+    """What an argument that has `pointers` and is no tensor has in common with those that make the
+    same code: its type, its dtypes and the shape of its block."""
     base, block = getattr(argument, "base", None), getattr(argument, "block_shape", None)
     dtypes = getattr(argument, "dtype", None), getattr(base, "dtype", None)
     return (type(argument), *dtypes, None if block is None else tuple(block))

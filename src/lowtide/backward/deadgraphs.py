@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lowtide.backward.places import Place
     from lowtide.observing.logs import OpLog
     from lowtide.observing.observer import Observer
 
@@ -31,8 +32,8 @@ def alive(seen: Observer) -> list[bool]:
     return living[::-1]
 
 
-def dead_operations(seen: Observer, places: Sequence[tuple[int, int, bool]]) -> set[int]:
-    """Operations whose nodes are gone; `places` are those that `modelled` found for each save."""
+def dead_operations(seen: Observer, places: Sequence[Place]) -> set[int]:
+    """Operations whose nodes are gone; `places`: of each save."""
     if not seen.dead:
         return set()
     saves: set[int] = set()

@@ -82,7 +82,8 @@ def runs_again(ops: Iterable[OpLog]) -> bool:
 
 
 def some_run_again(seen: Observer) -> bool:
-    """The same of the Functions of a step that is over: what a teacher ran without grad is none."""
+    """Whether a custom Function of a forward that is over is taken to run its forward again; what a
+    teacher ran without grad is no Function."""
     return any(runs_again(seen.ops[_first(seen, last) : last + 1]) for last in ends(seen))
 
 

@@ -5,7 +5,7 @@ nevertheless. Invariant: autograd visits the nodes in the reverse order of their
 unpacks what a node saved, inputs first, right before it runs; gradients live as `gradients` says,
 and each backward takes what it took when run on shapes alone. Where that failed, estimates from
 sizes are used, which are too high rather than too low. Imports accumulation, operation, deadgraphs,
-functions, gradients, planner. Rejected: spreading every operation's temporaries over its
+functions, gradients, places, planner. Rejected: spreading every operation's temporaries over its
 neighbours, which refuses limits that can be met.
 """
 
@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Container, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lowtide.backward import deadgraphs, functions, reads
 from lowtide.backward.accumulation import accumulation
 from lowtide.backward.gradients import lifetimes, of_unmade
 from lowtide.backward.operation import Call, costs
+from lowtide.backward.places import Place, places_of
 from lowtide.planner.graph import Event
 
 if TYPE_CHECKING:
     from lowtide.observing.logs import OpLog
     from lowtide.observing.observer import Observer
 
-_COPY = "aten::clone"  # its backward needs nothing
 _CONVOLUTION = "aten::convolution"
 # On the CPU these give a gradient in the format of what they read, whichever they are given.
 _AS_READ = frozenset(
@@ -105,12 +105,31 @@ def _as_made(ops: Sequence[OpLog]) -> set[int]:
     return found
 
 
+class Asked(NamedTuple):
+    """A request of backward's."""
+
+    value: int
+    low: int
+    """The lowest operation that may have saved the value."""
+    high: int
+    """The highest one."""
+
+
+class Modelled(NamedTuple):
+    """A backward that has not been measured."""
+
+    events: tuple[Event, ...]
+    """What it requests, and the memory that is not the tape's at each request."""
+    before: int
+    """The most of that memory before the first request."""
+    reached: list[int]
+    """For each request, the lowest operation whose backward is over by its releases."""
+
+
 def modelled_events(
     seen: Observer, sizes: list[int], requests: list[tuple[int, int]] | None
-) -> tuple[tuple[Event, ...], int, list[int]]:
-    """What a backward requests, and the memory that is not the tape's at each request; the most of
-    it before the first of them; and for each request, the lowest operation whose backward is over
-    by its releases.
+) -> Modelled:
+    """Model the backward of a forward that was watched.
 
     Args:
         seen: the forward.
@@ -119,11 +138,42 @@ def modelled_events(
             ran; None: it has not run yet.
     """
     look_closer(seen.ops, seen.carries_grad)
-    count = len(seen.ops)
     ended = functions.ends(seen)
-    places = _places(seen, seen.last_save, ended)
+    places = places_of(seen, seen.last_save, ended)
     dead = deadgraphs.dead_operations(seen, places) | functions.outside(seen, ended)
     ops = deadgraphs.without(seen.ops, dead) if dead else seen.ops
+    memory = _memory(seen, sizes, ops, dead, ended)
+    if requests is None:
+        order = _to_come(seen, places)
+        # A retained graph keeps the handles that it has unpacked.
+        released = {} if seen.retains else {asked.value: i for i, asked in enumerate(order)}
+    else:
+        order = _as_asked(seen, requests, ended)
+        released = seen.released
+    events = _events(order, ops, memory, _freed(order, released), _not_asked(seen, order, released))
+    first = order[0].high + 1 if order else 0  # the backward of this and later ones comes before
+    most = max([0, *(event.other for event in events[:1]), *memory.takes[first:]])
+    return Modelled(events, most, [asked.low for asked in order])
+
+
+class _Memory(NamedTuple):
+    """Bytes that are not the tape's around the backward of each operation."""
+
+    begins: list[int]
+    """When it begins."""
+    runs: list[int]
+    """The most while its node runs."""
+    adds: list[int]
+    """The most when it is over and has released what it saved: gradients are added up."""
+    takes: list[int]
+    """The most of all."""
+
+
+def _memory(
+    seen: Observer, sizes: list[int], ops: Sequence[OpLog], dead: set[int], ended: set[int]
+) -> _Memory:
+    """`ops`: the operations, without the backwards of the `dead` ones. `ended`: the last operations
+    of custom Functions."""
     given = frozenset[int]() if seen.sparing else seen.names.outside
     gradients = lifetimes(ops, sizes, seen.carries_grad, given)
     leaves = accumulation(seen.leaves, ops, dead, watched=not seen.common)
@@ -134,31 +184,33 @@ def modelled_events(
     done = list(itertools.accumulate(reversed(leaves.made)))[::-1]
     fixed = sum(sizes[number] for number in seen.pinned) + seen.elsewhere
     fixed += seen.names.of_losses(sizes) + (0 if seen.sparing else seen.turnover)
-    begins = [fixed + crossing[k] + done[k + 1] for k in range(count)]
-    if requests is None:
-        order = _to_come(seen, places)
-        # A retained graph keeps the handles that it has unpacked.
-        asked = () if seen.retains else enumerate(order)
-        released = {value: index for index, (value, *_) in asked}
-    else:
-        order = _as_asked(seen, requests, ended)
-        released = seen.released
-    freed = _freed(order, released)
-    lasting = _not_asked(seen, order, released)
-    # While a node runs, and when it is over and has released what it saved: gradients are added up.
+    begins = [fixed + crossing[k] + done[k + 1] for k in range(len(ops))]
     runs = [begins[k] + log.temporaries + gradients.copies[k] for k, log in enumerate(ops)]
     for k, nbytes in functions.extra(seen, sizes, ended - dead).items():
         runs[k] = max(runs[k], begins[k] + nbytes)
     adds = [
-        begins[k] + _leaves(log, gradients.sums[k] + leaves.extra[k]) for k, log in enumerate(ops)
+        begins[k] + log.left + log.besides + gradients.sums[k] + leaves.extra[k]
+        for k, log in enumerate(ops)
     ]
     for k, nbytes in enumerate(leaves.copied):
         if nbytes:  # what the operation was given is gone by now
             adds[k] = max(adds[k], (begins[k - 1] if k else fixed + done[0]) + nbytes)
-    takes = list(map(max, runs, adds))
-    events, reached = [], []
+    return _Memory(begins, runs, adds, list(map(max, runs, adds)))
+
+
+def _events(
+    order: list[Asked],
+    ops: Sequence[OpLog],
+    memory: _Memory,
+    freed: dict[int, tuple[int, ...]],
+    lasting: dict[int, list[int]],
+) -> tuple[Event, ...]:
+    """The events of backward's requests. `freed`, `lasting`: the values that autograd releases
+    after each, having asked for them or not."""
+    begins, runs, adds, takes = memory
+    events = []
     for index, (number, low, high) in enumerate(order):
-        following = order[index + 1][2] if index + 1 < len(order) else -1
+        following = order[index + 1].high if index + 1 < len(order) else -1
         # A write through a view copies gradients before it asks for what it saved.
         base = max(begins[low], begins[high] + sum(ops[high].through or ()))
         over = high + 1 if following < high else high
@@ -168,100 +220,34 @@ def modelled_events(
         if index not in freed:
             peak, after = max(peak, after), 0
         events.append(Event(number, base, peak, releases, after))
-        reached.append(low)
-    most = max([0, *(event.other for event in events[:1]), *takes[_first(order) :]])
-    return tuple(events), most, reached
+    return tuple(events)
 
 
-def _first(order: list[tuple[int, int, int]]) -> int:
-    """The lowest of the operations whose backward is over before anything is requested."""
-    return order[0][2] + 1 if order else 0
-
-
-def _leaves(log: OpLog, sums: int) -> int:
-    """Bytes of an operation's gradients when they are added up, after it released what it saved."""
-    return log.left + log.besides + sums
-
-
-def _to_come(seen: Observer, places: list[tuple[int, int, bool]]) -> list[tuple[int, int, int]]:
-    """Saves in the order of backward's requests: (value, lowest operation, highest)."""
+def _to_come(seen: Observer, places: Sequence[Place]) -> list[Asked]:
+    """The requests for what is saved by now, in the order in which backward will make them."""
     alive = deadgraphs.alive(seen)
     keys = [(-high, -low, result, i) for i, (low, high, result) in enumerate(places) if alive[i]]
     order = [key[-1] for key in sorted(keys)]
-    return [(seen.last_save[i][0], *places[i][:2]) for i in order]
+    return [Asked(seen.last_save[i][0], places[i].low, places[i].high) for i in order]
 
 
-def _as_asked(
-    seen: Observer, requests: list[tuple[int, int]], ended: set[int]
-) -> list[tuple[int, int, int]]:
-    """The same for the requests of a backward that ran, in its order, which is last saved first."""
-    places = _places(seen, requests[::-1], ended)[::-1]
-    return [(value, *place[:2]) for (value, _), place in zip(requests, places, strict=True)]
-
-
-def _places(
-    seen: Observer, saves: list[tuple[int, int]], ended: set[int]
-) -> list[tuple[int, int, bool]]:
-    """For each save, in the order of the forward: the lowest and the highest operation that may
-    have saved it, and whether it was saved as a result.
-
-    A tensor that is saved between two operations is a result of the one before or an input of the
-    one after; if both save it, in this order. What counts is the value that was in memory then: the
-    pieces of an `unsafe_chunk` go on with what is written into the whole later.
-    """
-    ops, count = seen.ops, len(seen.ops)
-    producers = {number: index for index, log in enumerate(ops) for number in log.outputs}
-    taken: set[tuple[int, int]] = set()
-    places = []
-    for save in saves:
-        sequence, number = save[1], seen.first.get(save, save[0])
-        before, after = sequence - 1, min(sequence, count - 1)
-        if producers[number] != before:
-            place = after
-            if before in ended and functions.kept_for(ops, number, before):
-                place = before
-            elif not _may_save(ops, after, number):
-                writer = _writer(ops, number, sequence)
-                place = after if writer is None else writer
-            places.append((place, place, False))
-            continue
-        saved, nearest = ops[before].saved, _may_save(ops, sequence, number)
-        if saved is not None and number in saved and (number, sequence) not in taken:
-            taken.add((number, sequence))
-            places.append((before, before, True))
-        elif nearest:
-            places.append((before if saved is None else after, after, saved is None))
-        elif saved == () and sequence < count and before not in ended:
-            places.append((after, after, False))  # running statistics are not among its inputs
-        else:
-            writer = None if saved is None else _writer(ops, number, sequence)
-            places.append((before, before, True) if writer is None else (writer, writer, False))
-    return places
-
-
-def _may_save(ops: Sequence[OpLog], index: int, number: int) -> bool:
-    """Whether this operation may have saved the value as one of its inputs."""
-    return index < len(ops) and number in ops[index].inputs and ops[index].name != _COPY
-
-
-def _writer(ops: Sequence[OpLog], number: int, sequence: int) -> int | None:
-    """The operation that saves a value which the next one does not read, if it is one that writes
-    in place: it first copies what it overwrites and its backward needs, and may save what it reads
-    before that copy, and the copy after it."""
-    for index, log in enumerate(ops[sequence : sequence + 2], sequence):
-        if log.overwrites and (index == sequence or number in log.inputs):
-            return index
-    return None
+def _as_asked(seen: Observer, requests: list[tuple[int, int]], ended: set[int]) -> list[Asked]:
+    """The requests of a backward that ran, in its order, which is last saved first."""
+    places = places_of(seen, requests[::-1], ended)[::-1]
+    return [
+        Asked(value, place.low, place.high)
+        for (value, _), place in zip(requests, places, strict=True)
+    ]
 
 
 def _not_asked(
-    seen: Observer, order: list[tuple[int, int, int]], released: dict[int, int]
+    seen: Observer, order: list[Asked], released: dict[int, int]
 ) -> dict[int, list[int]]:
     """For each event, the values that autograd releases without having asked for them: those of a
     graph that this backward does not reach, which may well outlive it."""
     if not order:
         return {}
-    asked, end = {value for value, *_ in order}, len(order) - 1
+    asked, end = {each.value for each in order}, len(order) - 1
     found: dict[int, list[int]] = {}
     for number, index in released.items():
         if 0 <= index <= end and number not in asked:
@@ -270,9 +256,7 @@ def _not_asked(
     return found
 
 
-def _freed(
-    order: list[tuple[int, int, int]], released: dict[int, int]
-) -> dict[int, tuple[int, ...]]:
+def _freed(order: list[Asked], released: dict[int, int]) -> dict[int, tuple[int, ...]]:
     """For each event, the values that nothing requests after it.
 
     A node releases all that it saved at once, after it has run.

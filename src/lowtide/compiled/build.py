@@ -167,7 +167,12 @@ def build() -> Path:
 
 
 def cpu_allocator() -> Path:
-    """The same for the allocator of `lowtide.use_cpu_allocator`, which takes some seconds."""
+    """Compile the allocator of `lowtide.use_cpu_allocator` if that has not been done; returns its
+    path.
+
+    Takes some seconds. Raises:
+        BuildError: with the compiler's message, or if this is not Linux.
+    """
     if sys.platform != "linux":
         raise BuildError("the allocator for the CPU needs Linux")
     return library(_HERE / "cpu" / "allocator.cpp", CPU_MODULE, *CPU_HEADERS)

@@ -94,7 +94,7 @@ def _moves_more(op: Operation) -> bool:
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor over a copy of its whole storage, other views of which are written too."""
+    """A tensor over a copy of this one's whole storage: other views of that are written too."""
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     place = tensor.storage_offset(), tensor.shape, tensor.stride()
     return copy.set_(tensor.detach().untyped_storage().clone(), *place)

@@ -14,7 +14,8 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -174,6 +175,19 @@ class RealState:
                 leaf.grad = gradient
         self._python.restore()
         self.moved = sum(_state(p) != before for p, before in self._before)
+
+
+@contextmanager
+def without_gradients(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Inside, these leaves begin without gradients; afterwards they have those of before."""
+    gradients = [leaf.grad for leaf in leaves]
+    try:
+        for leaf in leaves:
+            leaf.grad = None
+        yield
+    finally:
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient
 
 
 def _state(parameter: torch.Tensor) -> tuple[int, int]:

@@ -134,7 +134,8 @@ class Adding:
         return getattr(Adding._inside, "now", "") == "all" and engine.name() == "compiled"
 
     def adds_bias(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        """The same for this addition inside a recurrent layer."""
+        """Whether this addition, if it is seen now, adds a bias inside a recurrent layer, which
+        will be in place in the recorded step."""
         inside = getattr(Adding._inside, "now", "") == "biases" and engine.name() == "compiled"
         return inside and other.dim() == 1 < one.dim()
 

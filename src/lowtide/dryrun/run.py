@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,10 +45,14 @@ from lowtide.observing.seen import Seen
 from lowtide.planner import Graph
 from lowtide.step import Recording, check_runs_now, current_recorder, recordable
 
-_WITHOUT_SIZE = (
-    torch.nn.parameter.UninitializedParameter,
-    torch.nn.parameter.UninitializedBuffer,
-)
+
+class _Step(NamedTuple):
+    """What is to be traced: a function, what it is called with, and who watches."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    witness: Witness | None
 
 
 @dataclass(frozen=True)
@@ -103,23 +107,22 @@ def dry_run(
     refuse_unsized(tensors)
     ours = not any(map(fakes.is_fake, tensors))
     mode = fakes.fake_mode(tensors)
+    step = _Step(function, args, kwargs, witness)
     with nothing_kept(mode) if ours else nullcontext():
-        step = _fake_or_why_not(
-            StandIns(found, device, mode), costs, function, args, kwargs, witness, real
-        )
-    if isinstance(step, Dry):
+        dry = _fake_or_why_not(StandIns(found, device, mode), costs, step, real)
+    if isinstance(dry, Dry):
         if real:
-            tell_of_no_loss(step)
-        return step
-    reason = step
+            tell_of_no_loss(dry)
+        return dry
+    reason = dry
     # If the error is the user's own, the real step raises it again.
     try:
-        step, moved = _real(found, device, function, args, kwargs, witness)
+        dry, moved = _real(found, device, step)
     finally:
         _compat.dry_run.outputs.clear()
     _tell_of_a_real_step(reason, moved)
-    tell_of_no_loss(step)
-    return step
+    tell_of_no_loss(dry)
+    return dry
 
 
 def check_step(function: object, what: str = "a plan cannot be made") -> None:
@@ -143,7 +146,7 @@ def check_step(function: object, what: str = "a plan cannot be made") -> None:
 
 
 def refuse_unsized(tensors: list[torch.Tensor]) -> None:
-    lazy = sum(isinstance(tensor, _WITHOUT_SIZE) for tensor in tensors)
+    lazy = sum(map(torch.nn.parameter.is_lazy, tensors))
     if lazy:
         raise UsageError(
             f"{lazy} of the step's parameters and buffers have no size yet (LazyLinear and other "
@@ -178,22 +181,14 @@ def tell_of_no_loss(step: Dry) -> None:
         )
 
 
-def _fake_or_why_not(
-    stand: StandIns,
-    costs: CostModel,
-    function: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    witness: Witness | None,
-    real: bool,
-) -> Dry | str:
-    """The step on fake tensors, or why it has to be run on real ones."""
+def _fake_or_why_not(stand: StandIns, costs: CostModel, step: _Step, real: bool) -> Dry | str:
+    """The step on fake tensors, or why it has to be run on real ones; without `real`, an error."""
     try:
         known = only_real(stand.found.modules())
         if known is not None:
             raise UnansweredError(known)
         with _no_collector(), without_anomalies():
-            return _fake(stand, costs, function, args, kwargs, witness)
+            return _fake(stand, costs, step)
     except LowtideError:
         raise
     except Exception as error:
@@ -205,8 +200,8 @@ def _fake_or_why_not(
             ) from error
         if not real:
             raise UsageError(f"the step cannot run on fake tensors ({reason}).") from error
-        if witness is not None:
-            witness.starts_over()
+        if step.witness is not None:
+            step.witness.starts_over()
         return reason
     finally:
         _compat.dry_run.outputs.clear()
@@ -242,14 +237,8 @@ def _device(found: Found) -> torch.device:
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
-def _fake(
-    stand: StandIns,
-    costs: CostModel,
-    function: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    witness: Witness | None,
-) -> Dry:
+def _fake(stand: StandIns, costs: CostModel, step: _Step) -> Dry:
+    witness = step.witness
     memory = FakeMemory(costs, stand.mode)
     if witness is not None:
         memory = witness.counts(costs, stand.mode)
@@ -257,10 +246,10 @@ def _fake(
     with warnings.catch_warnings(), stand, ExitStack() as stack:
         # torch reads `.grad` of each tensor that it makes a fake one of.
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
-        fake_args, fake_kwargs = stand.fake(args), stand.fake(kwargs)
+        args, kwargs = stand.fake(step.args), stand.fake(step.kwargs)
         if witness is not None:
             witness.begins(stand.found, stand.fake)
-        function = _with_fake_self(stand, function)
+        function = _with_fake_self(stand, step.function)
         stack.callback(memory.undone.put_back)
         stack.callback(setattr, _compat.dry_run, "on", _compat.dry_run.on)
         _compat.dry_run.on = True
@@ -277,7 +266,7 @@ def _fake(
             stack.enter_context(fakes.listing(lambda tensor: recorder.real(tensor).tolist()))
             stack.enter_context(fakes.formatting(recorder.text))
 
-        record(observer, FakeRecording, lambda: function(*fake_args, **fake_kwargs), begin)
+        record(observer, FakeRecording, lambda: function(*args, **kwargs), begin)
         observer.finish(_nothing)
         if witness is not None:
             witness.ends(observer)
@@ -293,15 +282,9 @@ def _with_fake_self(stand: StandIns, function: Callable[..., Any]) -> Callable[.
     return functools.partial(function.func, *args, **keywords)
 
 
-def _real(
-    found: Found,
-    device: torch.device,
-    function: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    witness: Witness | None,
-) -> tuple[Dry, int]:
+def _real(found: Found, device: torch.device, step: _Step) -> tuple[Dry, int]:
     """The step, and how many parameters it wrote."""
+    function, args, kwargs, witness = step
     with RealState(found) as state:
         if witness is not None:
             witness.begins(found, lambda tensor: tensor)

@@ -71,7 +71,7 @@ class StandIns:
         return self._real.get(_compat.storage_id(storage))
 
     def fake(self, item: Any) -> Any:
-        """The same arguments with fake tensors in place of real ones."""
+        """Arguments in nested containers, with fake tensors in place of real ones."""
         if isinstance(item, torch.Tensor):
             made = self._made.get(id(item))
             if made is None:

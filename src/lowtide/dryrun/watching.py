@@ -154,16 +154,16 @@ class _Everything:
         pass  # dry runs record in Python
 
 
-def tensors_in(result: Any) -> list[torch.Tensor]:
+def tensors_of(result: Any) -> list[torch.Tensor]:
     """The tensors in any nesting of lists, tuples and dictionaries (model outputs included)."""
     if isinstance(result, torch.Tensor):
         return [result]
     if isinstance(result, dict):
-        return [t for part in result.values() for t in tensors_in(part)]
+        return [t for part in result.values() for t in tensors_of(part)]
     if isinstance(result, list | tuple):
-        return [t for part in result for t in tensors_in(part)]
+        return [t for part in result for t in tensors_of(part)]
     if is_dataclass(result) and not isinstance(result, type):
-        return [t for part in fields(result) for t in tensors_in(getattr(result, part.name))]
+        return [t for part in fields(result) for t in tensors_of(getattr(result, part.name))]
     return []
 
 
@@ -183,7 +183,7 @@ def loss_of(result: Any, to_come: torch.Tensor | None = None) -> torch.Tensor | 
 
 
 def _with_a_graph(result: Any) -> list[torch.Tensor]:
-    return [t for t in tensors_in(result) if t.requires_grad and not t.is_sparse]
+    return [t for t in tensors_of(result) if t.requires_grad and not t.is_sparse]
 
 
 @contextmanager
@@ -221,7 +221,7 @@ def record(
             begin(tape.recorder)
         result = call()
         if observer.witness is not None:
-            observer.witness.returned(tensors_in(result), tape.recorder)
+            observer.witness.returned(tensors_of(result), tape.recorder)
     if not decisions.begun:  # else the function ran backward itself
         # What a model returned whose forward alone is planned is held, see `lowtide.fitting`.
         guess = stand_in(_with_a_graph(result)) if _compat.dry_run.outputs else None

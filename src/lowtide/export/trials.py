@@ -22,7 +22,7 @@ import torch
 from lowtide import _compat
 from lowtide.budget import Budget
 from lowtide.dryrun.found import Found
-from lowtide.dryrun.putback import RealState
+from lowtide.dryrun.putback import RealState, without_gradients
 from lowtide.dryrun.watching import loss_of
 from lowtide.errors import BudgetError, DryRunWarning, users_frame
 from lowtide.export.document import Trial
@@ -163,14 +163,9 @@ def _clear(found: Found) -> None:
 def _put_back(found: Found) -> Iterator[None]:
     """Start without gradients, and leave everything as it was."""
     leaves = [t for t in (*found.state(), *found.tensors) if t.is_leaf]
-    before = [leaf.grad for leaf in leaves]
-    _clear(found)  # before the state is taken, which would copy them
-    try:
-        with RealState(found) as state:
-            yield
-    finally:
-        for leaf, gradient in zip(leaves, before, strict=True):
-            leaf.grad = gradient
+    # In this order, as the state would have copies of gradients that are there.
+    with without_gradients(leaves), RealState(found) as state:
+        yield
     if state.moved:
         warnings.warn(
             f"real steps were run, and each changed parameters ({state.moved} of them). That was "

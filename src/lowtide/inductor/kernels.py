@@ -5,15 +5,16 @@ never written to memory, and the order of the kernels what is in memory at the s
 this is a summary of Inductor's rules: elementwise operations are inlined into their readers; an
 operation that writes is fused with its readers, then with kernels that read the same; of several
 orders, the one with the lowest peak is used. Kernels never depend on each other in a cycle. Imports
-nothing. Rejected: the order of the trace, which holds the input of a norm until the last operation
+orders. Rejected: the order of the trace, which holds the input of a norm until the last operation
 on its statistics.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Collection
 from dataclasses import dataclass
+
+from lowtide.inductor.orders import Orders, needed_first
 
 _READS = 4  # what is read more than once, and itself reads more than this, is written to memory
 
@@ -68,8 +69,7 @@ class Half:
         self._nodes(order)
         self._rank: dict[int, int] = {}
         self.of: dict[int, int] = {}
-        self._members: dict[int, list[int]] = {}
-        self._last: dict[int, int] = {}  # each kernel's last operation; its first is its name
+        self._members: dict[int, list[int]] = {}  # by kernel, whose name is its first operation
         self._join()
         self.written = self._written()
         self.kernels = self._ordered()
@@ -131,11 +131,15 @@ class Half:
             self._rank[index] = rank
             self.of[index] = index
             self._members[index] = [index]
-            self._last[index] = index
             for made in joined:
                 if self._rank[made] == rank:
                     self._merge(made, index)
         self._users()
+        # Kernels, each after those that it needs; None where one was that was fused. So far, each
+        # has operations of one rank, and needs only kernels of lower ones.
+        kernels = sorted(self._members, key=lambda kernel: (self._rank[kernel], kernel))
+        self._order: list[int | None] = [*kernels]
+        self._place = {kernel: place for place, kernel in enumerate(kernels)}
         self._join_more()
 
     def _merge(self, one: int, two: int) -> int:
@@ -146,7 +150,6 @@ class Half:
         for index in self._members[b]:
             self.of[index] = a
         self._members[a] += self._members.pop(b)
-        self._last[a] = max(self._last[a], self._last.pop(b))
         return a
 
     def _users(self) -> None:
@@ -173,37 +176,49 @@ class Half:
                         self._try(one, two)
 
     def _try(self, one: int, two: int) -> None:
+        """Fuse the kernels of two operations, unless a third one must run between them."""
         if self.of[one] == self.of[two] or self.facts.size[one] != self.facts.size[two]:
             return
-        if not self._between(one, two) and not self._between(two, one):
-            self._merge(one, two)
+        first, then = sorted((self.of[one], self.of[two]), key=self._place.__getitem__)
+        later = self._needing(first, then)
+        if later is not None:
+            self._reorder(first, then, later)
 
-    def _between(self, first: int, then: int) -> bool:
-        """Whether a third kernel needs the first and is needed by the second.
-
-        Operations are numbered as traced: a kernel that begins after the end of the second cannot
-        lead to it.
-        """
-        start, goal = self.of[first], self.of[then]
-        end = self._last[goal]
-        seen = {start, goal}
-        stack = [start]
+    def _needing(self, first: int, then: int) -> set[int] | None:
+        """Of the kernels between these two in the order, those that need the first; None if the
+        second needs one of them."""
+        end = self._place[then]
+        found: set[int] = set()
+        stack = [first]
         while stack:
             kernel = stack.pop()
             following = self._following(kernel)
-            if goal in following and kernel != start:
-                return True
-            new = [other for other in following if other < end and other not in seen]
+            if then in following and kernel != first:
+                return None
+            # None of those after the second in the order leads to it.
+            new = [k for k in following if self._place[k] < end and k != first and k not in found]
             stack.extend(new)
-            seen.update(new)
-        return False
+            found.update(new)
+        return found
+
+    def _reorder(self, first: int, then: int, later: set[int]) -> None:
+        """Fuse two kernels; `later`: those between them in the order that need the first."""
+        begin, end = self._place.pop(first), self._place.pop(then)
+        between = [kernel for kernel in self._order[begin + 1 : end] if kernel is not None]
+        placed: list[int | None] = [kernel for kernel in between if kernel not in later]
+        placed.append(self._merge(first, then))
+        placed += [kernel for kernel in between if kernel in later]
+        self._place.update((k, begin + place) for place, k in enumerate(placed) if k is not None)
+        self._order[begin : end + 1] = placed + [None] * (end + 1 - begin - len(placed))
 
     def _following(self, kernel: int) -> set[int]:
+        """The kernels that read what this one writes, with itself if it reads that too."""
         makes, readers, of = self.facts.makes, self.readers, self.of
         return {
             of[reader]
             for index in self._members[kernel]
             for made in makes[index]
+            if made in self.maker
             for reader in readers.get(made, ())
         }
 
@@ -223,154 +238,41 @@ class Half:
     # ------------------------------------------------------------------ the order
 
     def _ordered(self) -> list[list[int]]:
-        """Kernels in the order of their first operations, each after those that it needs."""
+        """The kernels, each with its operations as traced, in the order that takes least memory."""
         place = {index: position for position, index in enumerate(self.reads)}
-        kernels = sorted(
-            (sorted(m, key=place.__getitem__) for m in self._members.values()),
-            key=lambda m: place[m[0]],
-        )
-        number = {index: k for k, members in enumerate(kernels) for index in members}
-        needs: list[list[int]] = []
-        for k, members in enumerate(kernels):
-            needs.append(
-                sorted(
-                    {
-                        number[self.maker[s]]
-                        for i in members
-                        for s in self.reads[i]
-                        if s in self.maker
-                    }
-                    - {k}
-                )
-            )
-        done = bytearray(len(kernels))
-        order: list[int] = []
-        for first in range(len(kernels)):
-            stack = [first]
-            while stack:
-                k = stack[-1]
-                if done[k]:
-                    stack.pop()
-                    continue
-                missing = [n for n in needs[k] if not done[n]]
-                if missing:
-                    stack.extend(reversed(missing))
-                else:
-                    done[k] = 1
-                    order.append(k)
-                    stack.pop()
-        return self._lowest(kernels, needs, order)
+        kernels = [sorted(members, key=place.__getitem__) for members in self._members.values()]
+        kernels.sort(key=lambda members: place[members[0]])
+        number = {index: kernel for kernel, members in enumerate(kernels) for index in members}
+        needs = []
+        for kernel, members in enumerate(kernels):
+            read = {storage for index in members for storage in self.reads[index]}
+            made = {number[self.maker[storage]] for storage in read if storage in self.maker}
+            needs.append(sorted(made - {kernel}))
+        order = needed_first(needs)
+        kernels = [kernels[kernel] for kernel in order]
+        position = {kernel: place for place, kernel in enumerate(order)}
+        needs = [[position[needed] for needed in needs[kernel]] for kernel in order]
+        return [kernels[kernel] for kernel in self._orders(kernels, needs).lowest()]
 
-    def _lowest(
-        self, kernels: list[list[int]], needs: list[list[int]], order: list[int]
-    ) -> list[list[int]]:
+    def _orders(self, kernels: list[list[int]], needs: list[list[int]]) -> Orders:
+        """What these kernels make and use, and which other ones each of them needs."""
         makes, nbytes = self.facts.makes, self.facts.nbytes
-        # As Inductor counts: including what a kernel makes for itself only.
-        new = [
-            sum(nbytes[s] for i in kernels[k] for s in makes[i] if s in self.maker) for k in order
-        ]
-        position = {k: p for p, k in enumerate(order)}
-        reads: list[list[int]] = []
+        new: list[int] = []
+        touches: list[list[int]] = []
         users: dict[int, set[int]] = {}
-        for p, k in enumerate(order):
-            mine = dict.fromkeys(s for i in kernels[k] for s in self.reads[i])
-            mine |= dict.fromkeys(s for i in kernels[k] for s in makes[i])
-            counted = [s for s in mine if s in self.maker or s in self.start]
-            reads.append(counted)
-            for s in counted:
-                users.setdefault(s, set()).add(p)
-        for s in self.stays:
-            users.pop(s, None)
-        follow: list[list[int]] = [[] for _ in order]
-        before = [0] * len(order)
-        for p, k in enumerate(order):
-            for n in needs[k]:
-                follow[position[n]].append(p)
-                before[p] += 1
-        begin = sum(nbytes[s] for s in self.start)
-        plan = _Orders(new, reads, users, follow, before, begin, nbytes)
-        best = min(plan.candidates(), key=plan.peak)
-        return [kernels[order[p]] for p in best]
-
-
-@dataclass(slots=True)
-class _Orders:
-    new: list[int]
-    reads: list[list[int]]
-    users: dict[int, set[int]]
-    follow: list[list[int]]
-    before: list[int]
-    begin: int
-    nbytes: list[int]
-
-    def candidates(self) -> list[list[int]]:
-        return [list(range(len(self.new))), self.least_first(), self.breadth_first()]
-
-    def peak(self, order: list[int]) -> int:
-        left = {s: len(u) for s, u in self.users.items()}
-        level = peak = self.begin
-        for p in order:
-            level += self.new[p]
-            peak = max(peak, level)
-            for s in self.reads[p]:
-                if s in left:
-                    left[s] -= 1
-                    if not left[s]:
-                        level -= self.nbytes[s]
-        return peak
-
-    def least_first(self) -> list[int]:
-        """Of the kernels that can run, take one that does not raise the peak and adds least."""
-        left = {s: len(u) for s, u in self.users.items()}
-        waiting = {s: set(u) for s, u in self.users.items()}
-        frees = [sum(self.nbytes[s] for s in r if left.get(s) == 1) for r in self.reads]
-        before = list(self.before)
-        ready = {p for p, count in enumerate(before) if not count}
-        level = self.begin
-        highest = level
-        order = []
-        while ready:
-            gap = highest - level
-            p = min(
-                ready,
-                key=lambda p: (
-                    self.new[p] if self.new[p] > gap else 0,
-                    self.new[p] - frees[p],
-                    p,
-                ),
-            )
-            ready.remove(p)
-            order.append(p)
-            level += self.new[p]
-            highest = max(highest, level)
-            level -= frees[p]
-            for s in self.reads[p]:
-                if s in left:
-                    left[s] -= 1
-                    waiting[s].discard(p)
-                    if left[s] == 1:
-                        for q in waiting[s]:
-                            frees[q] += self.nbytes[s]
-            for q in self.follow[p]:
-                before[q] -= 1
-                if not before[q]:
-                    ready.add(q)
-        return order
-
-    def breadth_first(self) -> list[int]:
-        before = list(self.before)
-        preds: list[list[int]] = [[] for _ in before]
-        when = [0] * len(before)
-        heap: list[tuple[list[int], int]] = [([], p) for p, c in enumerate(before) if not c]
-        heapq.heapify(heap)
-        order: list[int] = []
-        while heap:
-            _, p = heapq.heappop(heap)
-            when[p] = len(order)
-            order.append(p)
-            for q in self.follow[p]:
-                preds[q].append(when[p])
-                before[q] -= 1
-                if not before[q]:
-                    heapq.heappush(heap, (sorted(preds[q]), q))
-        return order
+        readers: list[list[int]] = [[] for _ in kernels]
+        for kernel, members in enumerate(kernels):
+            made = [storage for index in members for storage in makes[index]]
+            # As Inductor counts: including what a kernel makes for itself only.
+            new.append(sum(nbytes[storage] for storage in made if storage in self.maker))
+            mine = dict.fromkeys(storage for index in members for storage in self.reads[index])
+            mine |= dict.fromkeys(made)
+            touches.append([s for s in mine if s in self.maker or s in self.start])
+            for storage in touches[-1]:
+                users.setdefault(storage, set()).add(kernel)
+            for needed in needs[kernel]:
+                readers[needed].append(kernel)
+        for storage in self.stays:
+            users.pop(storage, None)
+        begin = sum(nbytes[storage] for storage in self.start)
+        return Orders(new, touches, users, readers, list(map(len, needs)), begin, nbytes)

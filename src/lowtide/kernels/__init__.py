@@ -5,7 +5,7 @@ the tape does not record and torch does not report. Invariant: formulas over sha
 device, fitted to measurements (`benchmarks/workspace.py`) and erring to the high side; no operator
 is run on real tensors. `workspace` answers for memory, `costs` for time; the others describe the
 CPU's kernels, family by family: `unfolding` torch's own convolutions, `convolution`, `half` and
-`avx2` oneDNN's, `promotion` mixed dtypes. Its modules import `_compat`, errors, and the facts and
-values of the tape. Rejected: one table of operators with a factor for each, which is wrong for most
-shapes.
+`avx2` oneDNN's, `promotion` mixed dtypes, `formulas` what is known by name. Its modules import
+`_compat`, errors, and the facts and values of the tape. Rejected: one table of operators with a
+factor for each, which is wrong for most shapes.
 """

@@ -37,7 +37,8 @@ def fourier_workspace(name: str, tensors: list[torch.Tensor], args: Any, made: i
 def strides_of_result(
     name: str, source: torch.Tensor, args: Any, sizes: Sequence[int]
 ) -> tuple[int, ...]:
-    """Those of a transform's result of these sizes: the batch first, then what was transformed."""
+    """The strides of a transform's result of these sizes, in which the batch lies outside of what
+    was transformed."""
     shape, strides = tuple(source.shape), source.stride()
     dimensions = [d % source.dim() for d in args[1]]
     first, last = dimensions[:-1], dimensions[-1:]

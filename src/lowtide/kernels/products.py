@@ -83,8 +83,9 @@ def _is_conjugated_first(tensor: torch.Tensor, batched: bool) -> bool:
 
 
 def _of_a_vector(matrix: torch.Tensor, vector: torch.Tensor, device: str) -> int:
-    """The same for a matrix and a vector. oneDNN reads neither with gaps, and packs the vector like
-    a block of columns, and some rows of a matrix that is stored by columns, unless it is tiny."""
+    """Bytes that the product of a matrix and a vector allocates besides its result. oneDNN reads
+    neither with gaps, and packs the vector like a block of columns, and some rows of a matrix that
+    is stored by columns, unless it is tiny."""
     half = device == "cpu" and matrix.element_size() == 2 and _compat.onednn_takes(matrix.dtype)
     if not half or matrix.numel() <= _TINY_MATRIX:
         return 0 if _readable(matrix, 2) else nbytes(matrix)
@@ -98,7 +99,7 @@ def _of_a_vector(matrix: torch.Tensor, vector: torch.Tensor, device: str) -> int
 
 
 def _of_halves(left: torch.Tensor, right: torch.Tensor) -> int:
-    """The same for what oneDNN multiplies."""
+    """Bytes that a product which oneDNN takes allocates besides its result."""
     copied = sum(nbytes(t) for t in (left, right) if not _dense(t))
     if not _compat.onednn_multiplies(left.dtype):
         return copied + _SUM * left.shape[-2] * right.shape[-1]
@@ -115,14 +116,14 @@ def _of_halves(left: torch.Tensor, right: torch.Tensor) -> int:
 
 
 def _in_float32(rows: int, columns: int, steps: int) -> int:
-    """Bytes of the blocks of one thread, which AVX-512 multiplies and sums in float32."""
+    """Bytes of the blocks of one thread where AVX-512 multiplies and sums in float32."""
     rows, columns, steps = min(rows, _ROWS), min(columns, _COLUMNS), min(steps, _STEPS)
     return _SUM * (rows * steps + steps * columns + rows * columns)
 
 
 def _in_halves(rows: int, columns: int, steps: int) -> int:
-    """The same for AMX's tiles: the blocks are in half precision, and only long sums are not kept
-    in the tiles."""
+    """Bytes of the blocks of one thread where AMX multiplies in tiles: they are in half precision,
+    and only long sums are not kept in the tiles."""
     most = _FEW_COLUMNS if rows <= _FEW_ROWS else _WIDE_COLUMNS
     right = min(columns * steps, max(most * steps, _WHOLE))
     rows = min(up(rows, _BLOCK) + _BLOCK, _WIDE_ROWS)
@@ -131,9 +132,10 @@ def _in_halves(rows: int, columns: int, steps: int) -> int:
 
 
 def _in_vectors(rows: int, columns: int, steps: int, as_read: bool) -> int:
-    """The same for AVX-512's bfloat16, however many steps there are: a left matrix whose rows are
-    contiguous is read in place, and another one, such as a gradient that makes that of a parameter,
-    is packed, and kept for all columns of the sums. Short sums are in memory, too."""
+    """Bytes of the blocks of one thread where AVX-512 multiplies bfloat16, however many steps there
+    are. A left matrix whose rows are contiguous is read in place; another one, such as a gradient
+    that makes that of a parameter, is packed, and kept for all columns of the sums. Short sums are
+    in memory, too."""
     steps, right = min(steps, _SUMMED_STEPS + _BLOCK), min(columns, _TURNED_COLUMNS)
     sums = min(rows, _ROWS) * min(columns, _BLOCK if as_read else _TURNED_SUMS)
     return _HALF * steps * (right if as_read else min(rows, _TURNED_ROWS) + right) + _SUM * sums

@@ -66,7 +66,8 @@ def made_by(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
 
 
 def _of_sparse(func: Any, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> int:
-    """The same for a call that reads sparse tensors, for which few operators have meta kernels."""
+    """Bytes of the outputs of a call that reads sparse tensors, for which few operators have meta
+    kernels."""
     name = facts_of(func).name
     if name == _TO_DENSE:
         return tensors[0].numel() * tensors[0].element_size()

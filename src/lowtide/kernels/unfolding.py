@@ -93,7 +93,7 @@ def unfolded(
 
 
 def runs_itself(args: Sequence[Any], device: str) -> bool:
-    """The same, from the arguments of a call of `convolution`."""
+    """Whether torch runs a call of `convolution` with these arguments itself, see `unfolded`."""
     return unfolded(args[0], args[1], device, options_of(args, backward=False))
 
 

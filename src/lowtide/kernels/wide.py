@@ -41,57 +41,84 @@ _SHARED = 20  # above so many pointwise parameters, threads may divide images, n
 def wide_workspace(call: Convolved) -> int:
     """As `convolution_workspace`, with AVX-512, for half-precision types, and where torch runs the
     convolution itself."""
-    source, weight, out, options, given, passes, biased = call
-    back, stride = given is not None, max(options.stride)
-    half, flat = source.element_size() == 2, source.dim() < 5
+    source, weight, _, options, given, passes, _ = call
+    flat = source.dim() < 5
     itself = unfolded(source, weight, "cpu", options)
-    last = runs_last(source, weight)
-    if itself:
-        taken = unfolded_workspace(source, weight, out, options, back, passes, biased)
-        if last and source.dim() == 4 and not _pointwise(weight, stride):
-            taken += nbytes(weight)
-        last = last and source.dim() < 5
-    elif options.transposed:
-        if given is not None:
-            taken = _transposed_backward(source, weight, given, options)
-        else:
-            wide = _products(source)
-            strided = transposed(source, weight, out, options, biased, last) if wide else None
-            if strided is None:
-                taken = _transposed(source, weight, out, stride, biased)
-            else:
-                taken = strided - out
-        if back and half and options.groups == 1:
-            taken = half_transposed(source, weight, out)
-    elif source.dim() == 5 and is_depthwise(source, weight):
-        taken = _volume_by_channel(source, weight, out, stride, back, passes)
-        if last:
-            taken = max(taken, _reordered(weight, source.shape[1], back))
-        last = False
-    elif last and half and back and options.groups == 1:
-        taken = half_channels_last(source, weight, out)
-    elif last:  # the input is read as it is; parameters are reordered
-        taken = _reordered(weight, source.shape[1] // max(1, weight.shape[1]), back)
-        if has_last(weight) and not _pointwise(weight, 1):
-            taken = max(0, taken - nbytes(weight))  # else torch brings it into this format first
-    elif half and back and options.groups == 1:
-        taken = half_backward(source, weight, out, stride, passes)
-    elif half and not back and math.prod(weight.shape[2:]) == 1 and (stride == 1 or flat):
-        taken = half_forward(source, weight, out, stride)
-    elif given is not None:
-        taken = _backward(source, weight, given, options, passes)
-    else:
-        taken = _forward(source, weight, out, stride)
-    grouped = options.groups > 1 and not options.transposed and not itself
-    if half and grouped and (source.dtype == torch.float16 or is_depthwise(source, weight)):
-        whole = runs_last(source, weight)
-        taken = max(taken, half_by_channel(source, weight, out, back, whole))
-    elif source.dtype == torch.float16 and not itself and _compat.onednn_multiplies(source.dtype):
-        taken = max(taken, float16_least(source, out, back))
+    taken = _of_torch(call) if itself else _of_half(call, _of_onednn(call))
+    last = runs_last(source, weight) and (flat or not (itself or _by_channel(call)))
     taken += copied(source, last) + (0 if given is None else copied(given, last))
     # In torch's own backward in 3D, it is gone when the parameter's gradient, of its size, is made.
     gone = itself and passes and not flat and math.prod(weight.shape[2:]) > 1
     return taken + (0 if gone else ordered(weight, last))
+
+
+def _of_torch(call: Convolved) -> int:
+    """What torch takes that runs the convolution itself."""
+    source, weight, out, options, given, passes, biased = call
+    taken = unfolded_workspace(source, weight, out, options, given is not None, passes, biased)
+    if runs_last(source, weight) and source.dim() == 4:
+        taken += 0 if _pointwise(weight, max(options.stride)) else nbytes(weight)
+    return taken
+
+
+def _of_onednn(call: Convolved) -> int:
+    """What oneDNN's kernel takes, where all is in the format that it reads."""
+    source, weight, out, options, given, passes, _ = call
+    if options.transposed:
+        return _of_transposed(call)
+    back, stride, last = given is not None, max(options.stride), runs_last(source, weight)
+    half = source.element_size() == 2
+    if _by_channel(call):
+        taken = _volume_by_channel(source, weight, out, stride, back, passes)
+        return max(taken, _reordered(weight, source.shape[1], back)) if last else taken
+    if half and back and options.groups == 1:
+        if last:
+            return half_channels_last(source, weight, out)
+        return half_backward(source, weight, out, stride, passes)
+    if last:  # the input is read as it is; parameters are reordered
+        taken = _reordered(weight, source.shape[1] // max(1, weight.shape[1]), back)
+        if has_last(weight) and not _pointwise(weight, 1):
+            taken = max(0, taken - nbytes(weight))  # else torch brings it into this format first
+        return taken
+    if given is not None:
+        return _backward(source, weight, given, options, passes)
+    if half and math.prod(weight.shape[2:]) == 1 and (stride == 1 or source.dim() < 5):
+        return half_forward(source, weight, out, stride)
+    return _forward(source, weight, out, stride)
+
+
+def _of_transposed(call: Convolved) -> int:
+    """What oneDNN's kernel for a transposed convolution takes."""
+    source, weight, out, options, given, _, biased = call
+    if given is not None:
+        if source.element_size() == 2 and options.groups == 1:
+            return half_transposed(source, weight, out)
+        return _transposed_backward(source, weight, given, options)
+    if _products(source):
+        last = runs_last(source, weight)
+        strided = transposed(source, weight, out, options, biased, last)
+        if strided is not None:
+            return strided - out
+    return _transposed(source, weight, out, max(options.stride), biased)
+
+
+def _of_half(call: Convolved, taken: int) -> int:
+    """The larger of `taken` and what oneDNN's kernels for half precision take at least."""
+    source, weight, out, options, given, _, _ = call
+    half, float16 = source.element_size() == 2, source.dtype == torch.float16
+    back, grouped = given is not None, options.groups > 1 and not options.transposed
+    if half and grouped and (float16 or is_depthwise(source, weight)):
+        whole = runs_last(source, weight)
+        return max(taken, half_by_channel(source, weight, out, back, whole))
+    if float16 and _compat.onednn_multiplies(source.dtype):
+        return max(taken, float16_least(source, out, back))
+    return taken
+
+
+def _by_channel(call: Convolved) -> bool:
+    """Whether it is a depthwise convolution in 3D."""
+    depthwise = is_depthwise(call.source, call.weight)
+    return call.source.dim() == 5 and depthwise and not call.options.transposed
 
 
 def _columns(source: torch.Tensor, weight: torch.Tensor, out: int) -> int:

@@ -88,7 +88,8 @@ def of_input(
 def transposed(
     source: torch.Tensor, weight: torch.Tensor, out: int, options: Options, biased: bool, last: bool
 ) -> int | None:
-    """The same for the result of a transposed convolution, of `out` bytes."""
+    """Bytes taken while the result of a transposed convolution is made, its `out` bytes included;
+    None if it is not known which kernel makes it."""
     g = geometry(source, weight, options, out // source.element_size(), CHANNEL_BLOCK)
     kernel = _strided(g, last, CHAINED)
     if kernel is not None and biased and not adds_bias(kernel, g):  # added to a copy

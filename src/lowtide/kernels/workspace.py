@@ -8,23 +8,20 @@ Rejected: ignoring it: in a 3D U-Net, one such buffer is 182 MiB of a peak of 38
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 
 from lowtide.kernels import cuda
-from lowtide.kernels.bags import bags_backward_workspace, bags_workspace
 from lowtide.kernels.blocks import padded
 from lowtide.kernels.convolution import convolution_workspace
 from lowtide.kernels.cuda import cuda_workspace
-from lowtide.kernels.fourier import fourier_workspace
+from lowtide.kernels.formulas import formula_workspace, upsamples
 from lowtide.kernels.pointwise import pointwise_workspace
 from lowtide.kernels.products import product_workspace
 from lowtide.kernels.promotion import converted, out_of_place
-from lowtide.kernels.recurrent import kept_for_backward, recurrent_workspace
+from lowtide.kernels.recurrent import kept_for_backward
 from lowtide.kernels.results import bytes_of, is_sparse, made_by
 from lowtide.kernels.scratchpad import scratchpad
 from lowtide.kernels.unfolding import (
@@ -58,57 +55,12 @@ _SEVERAL_STEPS = frozenset(
     for name in ("pow", "cos", "tan", "div", "reciprocal", "std", "var", "linalg_vector_norm")
 )
 
-
 # Workspace of kernels on the CPU, as a share of the bytes of their results.
 _SCRATCH = {
     "aten::nll_loss_forward": 0.0,
     "aten::nll_loss2d_forward": 0.0,
     "aten::_safe_softmax": 0.25,  # a mask, to find rows that are masked out entirely
 }
-# How many of their leading tensor arguments these kernels copy if they are not contiguous.
-_COPIED = {
-    "aten::native_layer_norm": 1,
-    "aten::native_layer_norm_backward": 2,
-    "aten::_softmax": 1,
-    "aten::_log_softmax": 1,
-    "aten::_softmax_backward_data": 2,
-    "aten::_log_softmax_backward_data": 2,
-    "aten::upsample_bicubic2d_backward": 1,
-    "aten::avg_pool3d": 1,
-    "aten::avg_pool3d_backward": 1,
-    "aten::grid_sampler_2d_backward": 1,
-    "aten::log_sigmoid_forward": 1,
-    "aten::fractional_max_pool2d": 1,
-    "aten::index_select": 1,
-}
-# Kernels of several steps, with a temporary as large as their first tensor.
-_COMPOSED = frozenset(
-    f"aten::{name}"
-    for name in (
-        "native_dropout", "native_dropout_backward", "logsumexp", "im2col", "_fused_rms_norm",
-        "dist", "median", "nanmedian", "ldexp", "masked_scatter_backward", "linalg_inv_ex",
-        "_linalg_svd",
-    )
-)  # fmt: skip
-# Losses: the position of the argument `reduction`; what they allocate with and without a reduction,
-# in multiples of their first tensor, result included. (A scalar result may keep a temporary as its
-# storage.)
-_LOSSES = {
-    "aten::binary_cross_entropy": (3, 1, 1),
-    "aten::huber_loss": (2, 1, 1),
-    "aten::mse_loss": (2, 2, 1),
-    "aten::smooth_l1_loss": (2, 2, 1),
-    "aten::binary_cross_entropy_with_logits": (4, 2, 2),
-    "aten::soft_margin_loss": (2, 1, 1),
-}
-# Kernels that copy their first tensor if it is neither contiguous nor channels-last.
-_COPIED_FIRST = re.compile(r"aten::(_?upsample_\w+_backward|max_pool[23]d\w*|avg_pool2d\w*)")
-# Kernels that follow the format of the gradient: what else they read, and the result, is copied if
-# it has the other one of these two.
-_POOLED = re.compile(r"aten::(max_pool[23]d_with_indices|avg_pool2d|_adaptive_avg_pool2d)_backward")
-# Small results are computed in channels-last format, from a copy and into a copy.
-_UPSAMPLED = re.compile(r"aten::_?upsample_(bilinear|nearest|nearest_exact)2d")
-_SMALL = 128  # height plus width of the result
 
 
 def unfolds(name: str) -> bool:
@@ -136,126 +88,28 @@ def workspace_of(
         return 0
     device = device or (tensors[0].device.type if tensors else "")
     if "convolution" in name and len(tensors) >= 2:
-        if name == "aten::convolution_backward" and len(tensors) >= 3:
-            given, source, weight = tensors[:3]
-            options = options_of(args, True)
-            most = _convolution(source, weight, options, bytes_of(given), device, True)
-        else:
-            source, weight = tensors[:2]
-            most = _convolution(source, weight, options_of(args, False), made, device, False)
-        return most + (0 if device == "cuda" else scratchpad(name, args))
+        return _of_a_convolution(name, tensors, args, made, device)
     known = cuda_workspace(name, tensors, args, made) if device == "cuda" else None
+    if known is None:
+        known = product_workspace(name, tensors, device)
+    if known is None and tensors:
+        known = formula_workspace(name, tensors, args, made)
     if known is not None:
         return known
-    if name in ("aten::nll_loss_forward", "aten::nll_loss2d_forward"):
-        return sum(map(bytes_of, tensors[:1]))
-    if name in _COPIED:
-        return sum(bytes_of(t) for t in tensors[: _COPIED[name]] if not t.is_contiguous())
-    product = product_workspace(name, tensors, device)
-    if product is not None:
-        return product
-    if tensors and name in _COMPOSED:
-        copied = name == "aten::im2col" and not tensors[0].is_contiguous()
-        return bytes_of(tensors[0]) * (2 if copied else 1)
-    if tensors and name == "aten::col2im":  # the result keeps a storage as large as the first
-        return max(0, bytes_of(tensors[0]) - made)
-    if tensors and name.startswith("aten::_fft_"):
-        return fourier_workspace(name, tensors, args, made)
-    if tensors and name in _FORMULAS:
-        return _FORMULAS[name](tensors, args, made)
-    if tensors and name in _LOSSES:
-        place, reduced, unreduced = _LOSSES[name]
-        several = unreduced if len(args) > place and args[place] == 0 else reduced
-        return max(0, several * bytes_of(tensors[0]) - made)
-    if len(tensors) >= 2 and _POOLED.fullmatch(name):
-        return _in_one_format(*tensors)
-    if tensors and _COPIED_FIRST.fullmatch(name):
-        return _copy_of(tensors[0])
-    if tensors and _UPSAMPLED.fullmatch(name):
-        small = sum(args[1] or ()) <= _SMALL
-        return made + bytes_of(tensors[0]) if small and not _channels_last(tensors[0]) else 0
-    if "attention" in name and "flash" not in name:
-        return made
-    if name.startswith("aten::mkldnn_rnn_layer") and len(tensors) >= 5:
-        return recurrent_workspace(tensors, name.endswith("_backward"))
     return converted(name, tensors, args) if tensors and tensors[0].device.type == "cpu" else 0
 
 
-def _rolled(tensors: list[torch.Tensor], args: Any, made: int) -> int:
-    """Dimensions are rolled one after another; each intermediate result stays until the end."""
-    dimensions = args[2] if len(args) > 2 else ()
-    return made * max(0, len(dimensions) - 1)
-
-
-def _selected(tensors: list[torch.Tensor], args: Any, made: int) -> int:
-    """Counts and their running sums where the source and the mask can be walked together; else the
-    indices of true elements, twice. How many are true is not known; half is assumed."""
-    source, mask = tensors[:2]
-    together = torch.broadcast_shapes(source.shape, mask.shape)
-    if source.shape == mask.shape and source.is_contiguous() and mask.is_contiguous():
-        return max(0, 8 * mask.numel() - made)
-    return int(16 * math.prod(together))
-
-
-def _soft_margins(tensors: list[torch.Tensor], args: Any, made: int) -> int:
-    return 2 * made
-
-
-def _base_grid(tensors: list[torch.Tensor], args: Any, made: int) -> int:
-    """The coordinates of all points, with a one after them, for each transformation."""
-    dimensions = tensors[0].shape[-2]
-    return made * (dimensions + 1) // max(1, dimensions)
-
-
-def _distances(tensors: list[torch.Tensor], args: Any, made: int) -> int:
-    """Euclidean distances of many rows are a product of copies that have two more columns."""
-    one, two = tensors[:2]
-    mode = args[3] if len(args) > 3 else None
-    many = max(one.shape[-2], two.shape[-2]) > _FEW_ROWS
-    if args[2] != 2 or mode == 2 or not (many or mode == 1):
-        return 0
-    return sum(bytes_of(t) + 2 * t.element_size() * math.prod(t.shape[:-1]) for t in (one, two))
-
-
-def _table(tensors: list[torch.Tensor], args: Any, made: int) -> int:
-    """Its backward makes another table like that of its forward, which is the last it reads."""
-    return bytes_of(tensors[-1])
-
-
-def _antialiased(tensors: list[torch.Tensor], args: Any, made: int) -> int:
-    """The width is resized before the height, if both change."""
-    (height, width), (tall, wide) = tensors[0].shape[-2:], args[1]
-    return 0 if height == tall or width == wide else made // max(1, int(tall)) * height
-
-
-_FEW_ROWS = 25
-_FORMULAS: dict[str, Callable[[list[torch.Tensor], Any, int], int]] = {
-    "aten::roll": _rolled,
-    "aten::_ctc_loss_backward": _table,
-    "aten::_embedding_bag": bags_workspace,
-    "aten::_embedding_bag_backward": bags_backward_workspace,
-    "aten::masked_select": _selected,
-    "aten::soft_margin_loss_backward": _soft_margins,
-    "aten::_cdist_forward": _distances,
-    "aten::affine_grid_generator": _base_grid,
-    "aten::_upsample_bilinear2d_aa": _antialiased,
-    "aten::_upsample_bicubic2d_aa": _antialiased,
-}
-
-
-def _channels_last(tensor: torch.Tensor) -> bool:
-    form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
-    return form is not None and tensor.is_contiguous(memory_format=form)
-
-
-def _copy_of(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_contiguous() or _channels_last(tensor) else bytes_of(tensor)
-
-
-def _in_one_format(gradient: torch.Tensor, *others: torch.Tensor) -> int:
-    """The copies of what is not in the format of the gradient."""
-    last = [_channels_last(t) and not t.is_contiguous() for t in (gradient, others[0])]
-    return _copy_of(gradient) + (sum(map(bytes_of, others)) if last[0] != last[1] else 0)
+def _of_a_convolution(
+    name: str, tensors: list[torch.Tensor], args: Any, made: int, device: str
+) -> int:
+    if name == "aten::convolution_backward" and len(tensors) >= 3:
+        given, source, weight = tensors[:3]
+        options = options_of(args, True)
+        most = _convolution(source, weight, options, bytes_of(given), device, True)
+    else:
+        source, weight = tensors[:2]
+        most = _convolution(source, weight, options_of(args, False), made, device, False)
+    return most + (0 if device == "cuda" else scratchpad(name, args))
 
 
 def _convolution(
@@ -295,7 +149,7 @@ def kernel_workspace(
         return _flash(tensors, name.endswith("_backward"))
     device = device or (tensors[0].device.type if tensors else "")
     cpu = bool(tensors) and device == "cpu"
-    if not cpu and _UPSAMPLED.fullmatch(name):
+    if not cpu and upsamples(name):
         return 0
     if cpu and name in _SCRATCH:
         return int(_SCRATCH[name] * made)

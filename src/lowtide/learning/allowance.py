@@ -100,7 +100,8 @@ class Allowance:
         return self.shortage.within(self.of(plain, before) + before) - before
 
     def under_plan_of(self, larger: int, before: int) -> int:
-        """The same for a step that follows the plan for one with a `larger` plain peak."""
+        """Bytes that a step is planned for which follows the plan for one with a `larger` plain
+        peak."""
         return self.planned(self._claim(larger, before), before)
 
     def _claim(self, larger: int, before: int) -> int:

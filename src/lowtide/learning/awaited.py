@@ -3,11 +3,13 @@
 Problem: which step it is shows only while it runs, but measuring begins with the step. Invariant:
 the steps that are measured in vain get ever fewer, however the steps follow one another: a loop
 over a few sizes gets all of them measured soon, one over sizes drawn at random never. Imports
-nothing of the package. Rejected: measuring until the step has come, which was every third step of a
-loop with thirty sizes; measuring on suspicion, as nothing at a step's begin tells its size.
+newest. Rejected: measuring until the step has come, which was every third step of a loop with
+thirty sizes; measuring on suspicion, as nothing at a step's begin tells its size.
 """
 
 from __future__ import annotations
+
+from lowtide.learning.newest import Newest
 
 PATIENT = 16  # known steps measured in vain, one after the other
 _LONGEST = 1000  # steps without waiting
@@ -22,7 +24,8 @@ class Awaited:
         self._rest = 0  # how many steps follow a plan before there is waiting again
         self._pause = PATIENT  # how long that is, after the next time of waiting in vain
         self._now = 0  # the number of the step that runs
-        self._last: dict[int, tuple[int, int]] = {}  # when one came, how long after the last time
+        # When a step came, and how long after the last time.
+        self._last = Newest[int, tuple[int, int]](_COUNTED)
         self._due: set[int] = set()  # when one of them is due again
 
     def begins(self, step: int) -> None:
@@ -68,9 +71,7 @@ class Awaited:
         so soon that anyone would wait for it."""
         self.wait()
         now = self._now
-        last, before = self._last.pop(step, (0, 0))
-        self._last[step] = now, now - last
+        last, before = self._last.get(step, (0, 0))
+        self._last.put(step, (now, now - last))
         if now - last == before:
             self._due.add(now + before)
-        if len(self._last) > _COUNTED:
-            del self._last[next(iter(self._last))]

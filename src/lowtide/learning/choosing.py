@@ -50,7 +50,8 @@ class Choosing:
     def covering(
         self, seen: list[Signature], *, whole: bool, other_than: Prepared | None
     ) -> Prepared | None:
-        """The same for a larger step, than which this one has no more in memory at any moment."""
+        """The plan for a larger step, than which this one has no more in memory at any moment: of
+        steps that began like this one or, if `whole`, consisted of it."""
         place = self._knows.place
         found = self._plans.covering(seen, place, whole=whole, other_than=other_than)
         if found is None:

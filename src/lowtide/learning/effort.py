@@ -3,9 +3,9 @@
 Problem: measuring and planning a step pays if a step like it comes again; loops alternate between a
 few steps, end an epoch with a short batch, or never take the same step twice. Invariant: what is
 decided here costs or saves time, and never affects whether the limit holds: a step that was
-measured above its limit is always planned, or refused. Imports awaited and prepared. Rejected:
-planning every step that no plan covers, which took a hundred times the step's own time where
-teacher forcing is random.
+measured above its limit is always planned, or refused. Imports awaited, newest and prepared.
+Rejected: planning every step that no plan covers, which took a hundred times the step's own time
+where teacher forcing is random.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from lowtide.learning.awaited import Awaited
+from lowtide.learning.newest import Newest
 from lowtide.running.prepared import Prepared, Signature
 
 LESSONS = 2
@@ -53,8 +54,9 @@ class Effort:
         self._debt = 0.0  # seconds that plans took and have not brought back
         self._strange = False  # whether an unmeasured step did what its plan knows nothing of
         self._untried = False  # whether one followed a plan under which no step was measured
-        self._came: dict[int, int] = {}  # how often steps came that no plan covers
-        self._planless: dict[int, tuple[int, int]] = {}  # for them: searches in vain, steps since
+        self._came = Newest[int, int](_COUNTED)  # how often steps came that no plan covers
+        # For them: searches in vain, steps since.
+        self._planless = Newest[int, tuple[int, int]](_COUNTED)
         self._to_watch = 0  # so many steps are not left alone
         self._failed = 0  # steps that were, and came near the limit
         self._recurring = 0  # those that were and had come before, less those that had not
@@ -135,11 +137,19 @@ class Effort:
         strange: bool = False,
         far_below: bool = False,
     ) -> None:
-        """A step followed one of the plans: its own, or that of a larger one, which covers it.
-        `measured`: whether it was measured itself. `strange`: it did what the plan knows nothing
-        of. `far_below`: it fits, however far its plan is off. One that begins under another step's
-        plan each time, as where both are at one place of a loop, would never be measured under its
-        own."""
+        """A step followed one of the plans.
+
+        What should be measured and was not is waited for: else a step that begins under another
+        step's plan each time, as where both are at one place of a loop, would never be measured
+        under its own.
+
+        Args:
+            prepared: the plan.
+            covered: it is that of a larger step.
+            measured: whether the step was measured.
+            strange: it did what the plan knows nothing of.
+            far_below: it fits however far its plan is off, so that the plan need not be tried.
+        """
         self._barren //= 2
         if self._debt:
             self._debt = max(0.0, self._debt - _GAIN * prepared.seconds)
@@ -186,10 +196,8 @@ class Effort:
 
     def _counted(self, key: int) -> int:
         """How often a step that no plan covers has come before."""
-        came = self._came.pop(key, 0)
-        self._came[key] = came + 1
-        if len(self._came) > _COUNTED:
-            del self._came[next(iter(self._came))]
+        came = self._came.get(key, 0)
+        self._came.put(key, came + 1)
         return came
 
     def in_vain(self) -> None:
@@ -200,11 +208,9 @@ class Effort:
         """A measured step kept its limit without a plan, and a search found none that does. If it
         comes again, it is measured and searched for ever more seldom."""
         key = hash(tuple(seen))
-        times, _ = self._planless.pop(key, (0, 0))
-        self._planless[key] = min(times + 1, _VAIN), 0
-        self._planless_row = self._planless[key]
-        if len(self._planless) > _COUNTED:
-            del self._planless[next(iter(self._planless))]
+        times, _ = self._planless.get(key, (0, 0))
+        self._planless_row = min(times + 1, _VAIN), 0
+        self._planless.put(key, self._planless_row)
 
     def more_room(self) -> None:
         """The limit has grown: there may be plans where there were none."""

@@ -25,7 +25,8 @@ from lowtide.planner.resume import forward_over, with_margin
 
 
 def sparingly(observer: Observer, graph: Callable[[], Graph]) -> Graph:
-    """This graph of the step, if its Functions take the least, and what nobody has watched."""
+    """What `graph` makes of the step where all that was guessed of it takes the least that it may:
+    its Functions, and what nobody has watched."""
     ops, leaves = observer.ops, observer.leaves
     gradients = leaves.gradients
     observer.sparing = True
@@ -46,7 +47,8 @@ def _unpadded(log: OpLog) -> OpLog:
 
 
 def sparing_graph(observer: Observer, first: int) -> Graph | None:
-    """The same before a backward that begins at `first`; None: no more than that was guessed.
+    """The graph before a backward that begins at `first`, as in `sparingly`; None: nothing was
+    guessed that makes a difference.
 
     What reads parameters without grad need not be a Function: a teacher's forward, or a moving
     average, has no backward, and so nothing was guessed for it.
@@ -60,7 +62,7 @@ def sparing_graph(observer: Observer, first: int) -> Graph | None:
 
 
 def what_was_guessed(observer: Observer) -> list[str]:
-    """What of the step was guessed, in the words of a refusal."""
+    """The parts of the step that were guessed, in the words of a refusal."""
     reasons = (
         (observer.estimated, "its first operations ran unwatched, below the limit"),
         (

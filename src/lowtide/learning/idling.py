@@ -4,9 +4,10 @@ Problem: the records of a step that takes less than half of what it may are neve
 more than many small kernels do. Invariant: the recorder of such a step stays open and compares each
 call with the ones that recorded steps of its plan made, one after the other; from the first call
 that is another one on, the step is recorded. One of sixteen is recorded in any case, as a backward
-shows nothing to a recorder that has recorded nothing. Imports prepared and the engine. Rejected: no
-recorder at all, as a larger batch would go unnoticed until the memory is gone; to let steps that
-never recur pass until they have made a little, as one call may make any amount out of little.
+shows nothing to a recorder that has recorded nothing. Imports newest, prepared and the engine.
+Rejected: no recorder at all, as a larger batch would go unnoticed until the memory is gone; to let
+steps that never recur pass until they have made a little, as one call may make any amount out of
+little.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lowtide import _compat, engine
+from lowtide.learning.newest import Newest
 from lowtide.running.prepared import Prepared
 
 ROOM = 2  # a step is recorded if it takes more than one half of what it may
@@ -78,7 +80,7 @@ class Idling:
 
     def __init__(self) -> None:
         self.steps = 0
-        self._known: dict[int, _Step] = {}
+        self._known = Newest[int, _Step](_KNOWN)
         self._now: _Step | None = None  # the running step, if it has room to spare
         self._turned = False  # it began idle, and was woken after some of its calls
 
@@ -105,10 +107,8 @@ class Idling:
         return True
 
     def _of(self, prepared: Prepared) -> _Step:
-        step = self._known.pop(prepared.digest, None) or _Step()
-        self._known[prepared.digest] = step  # the newest comes last
-        if len(self._known) > _KNOWN:
-            del self._known[next(iter(self._known))]
+        step = self._known.get(prepared.digest) or _Step()
+        self._known.put(prepared.digest, step)
         return step
 
     def recorded(self, followed: Prepared, calls: Any) -> None:

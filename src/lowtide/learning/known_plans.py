@@ -65,7 +65,8 @@ class KnownPlans:
         self._exchange(prepared, replace(prepared, lessons=prepared.lessons + 1, tried=True))
 
     def tried(self, prepared: Prepared) -> Prepared:
-        """The same, where nothing is to be learned from it."""
+        """A step that followed this plan kept its limit, and nothing else is to be learned from it;
+        returns the plan, as it is known from now on."""
         if prepared.tried:
             return prepared
         known = replace(prepared, tried=True)

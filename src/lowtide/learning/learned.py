@@ -91,7 +91,7 @@ class Learned:
         return Known(self.graph, self.measured, self.lessons, self.seen.before)
 
     def as_known(self, known: Known) -> Learned:
-        """The same step, as all ranks know it."""
+        """This step, as all ranks know it."""
         return replace(
             self,
             graph=known.graph,
@@ -105,7 +105,7 @@ class Learned:
         return signatures_of(self.seen.ops)
 
     def alone(self) -> Learned:
-        """The same, without room for what other steps took, or for what is missing."""
+        """This step, without room for what other steps took, or for what is missing."""
         if self.own is None and not self.missing:
             return self
         return replace(self, graph=self.own or self.graph, own=None, missing=0)
@@ -174,8 +174,8 @@ class Learned:
         return self.prepared(plan, peak) if peak <= limit else None
 
     def faster(self, limit: int, polish: Polish | None = None) -> Prepared | None:
-        """The same, and None if it saves less than times vary from step to step: every new plan is
-        measured once, which costs more."""
+        """A plan for steps like this one; None if none would fit, or if it saves less than times
+        vary from step to step: every new plan is measured once, which costs more."""
         found, ran = self.search(limit, polish), self._as_it_ran
         if found is None or ran is None or ran[0].peak > limit - self.missing:
             return found
@@ -188,7 +188,7 @@ class Learned:
         return plain_seconds(self.graph)
 
     def larger(self, ratio: float = 1.0) -> Learned:
-        """The same operations on more bytes: `LARGER` times those of a step that makes `ratio`
+        """A step of these operations on more bytes: `LARGER` times those of one that makes `ratio`
         times the bytes of this one.
 
         All memory is taken to grow alike. What does not grow (gradients of parameters) will then
@@ -225,11 +225,11 @@ class Learned:
         return self._grown_to(Graph(values, ops, events, grown(graph.turn)), logs)
 
     def bounded(self, sizes: Sizes) -> Learned | None:
-        """The same operations, making at most these bytes, in which steps vary each in its own way;
-        None if that is far too much.
+        """A step of these operations that makes the most bytes that steps like it may make in each,
+        where every one varies in its own way; None if that is far too much.
 
-        Other memory is taken to grow as all sizes do together. Where a step makes the most in one
-        operation, it makes that much more there than another, and as much of its gradient.
+        Other memory is taken to grow as all sizes do together. A step that makes the most in one
+        operation makes that much more there than the others, and as much of its gradient.
         """
         now = sizes_of(self.signatures)
         growth = max(1.0, total(sizes) / max(total(now), 1))
@@ -280,7 +280,7 @@ class Learned:
         )
 
     def of_sizes(self, sizes: Sizes) -> Learned:
-        """The same operations, making these fewer bytes. A bound on what that step takes, as all
+        """A step of these operations that makes these fewer bytes: a bound on what it takes, as all
         other memory stays that of this step until it is measured."""
         values = list(self.graph.values)
         for log, made in zip(self.seen.ops, sizes, strict=True):
@@ -297,7 +297,7 @@ class Learned:
         return replace(self, seen=replace(self.seen, ops=tuple(logs)))
 
     def in_part(self) -> Learned:
-        """The same step, whose backward may ask for a part only of what it asks for now: what it
+        """This step, if its backward may ask for a part only of what it asks for now: what it
         passes over stays in memory until the step is over."""
         return replace(self, graph=self.graph.retained(), ran=None)
 

@@ -4,8 +4,8 @@ Problem: a step that is another one than planned shows that with its first opera
 What it has allocated before, in a call that no recorder sees into (a custom operator, a kernel of
 the program's own), it has allocated beside what the other step's plan holds, each time anew.
 Invariant: a plan has room for what steps that were measured over their limit took where they parted
-from it; but no step is refused for what another one took. Imports learned. Rejected: one plan for
-both steps, whose backwards have nothing in common.
+from it; but no step is refused for what another one took. Imports learned and newest. Rejected: one
+plan for both steps, whose backwards have nothing in common.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lowtide.learning.learned import Learned
+from lowtide.learning.newest import Newest
 from lowtide.running.prepared import Prepared, Signature
 
 _MOST = 16
@@ -24,7 +25,7 @@ class Partings:
     """For the operations that steps have in common: what one took next."""
 
     def __init__(self) -> None:
-        self._taken: dict[_Place, int] = {}
+        self._taken = Newest[_Place, int](_MOST)
 
     def note(self, left: Prepared, index: int, learned: Learned, limit: int) -> Prepared | None:
         """A measured step has parted from a plan at an operation, and was over its limit. Another
@@ -36,10 +37,7 @@ class Partings:
         if taken <= ops[index].peak_other:
             return None
         place = left.seen.place, left.signatures[:index]
-        before = self._taken.pop(place, 0)
-        self._taken[place] = max(taken, before)
-        if len(self._taken) > _MOST:
-            del self._taken[next(iter(self._taken))]
+        self._taken.put(place, max(taken, self._taken.get(place, 0)))
         found = self.with_room(Learned.of(left)).search(limit)
         if found is None or found.peak > limit:
             del self._taken[place]
@@ -58,7 +56,7 @@ class Partings:
         )
 
     def with_room(self, learned: Learned) -> Learned:
-        """The same step, with what others took where they parted from it."""
+        """The learned step, with room for what others took where they parted from it."""
         if not self._taken or learned.own is not None:
             return learned
         ops, changed = list(learned.graph.ops), False

@@ -29,7 +29,7 @@ from lowtide.learning.resizing import Resizing
 from lowtide.learning.shortfalls import Shortfalls
 from lowtide.observing.graphs import graph_of
 from lowtide.observing.observer import Observer
-from lowtide.report import unrecorded
+from lowtide.refusal import unrecorded
 from lowtide.running.decide import StepDecisions
 from lowtide.running.prepared import Prepared, signatures_of
 
@@ -72,8 +72,8 @@ class Planning:
     # ------------------------------------------------------------------ learning
 
     def followed(self, plan: Prepared, decisions: StepDecisions, far_below: bool) -> bool:
-        """A step is over that followed this plan. `far_below`: it is, below its limit. Whether it
-        was recorded unwatched, and went as planned to its end."""
+        """A step is over that followed this plan, far below its limit or not; returns whether it
+        was recorded unwatched and went as planned to its end."""
         observer, covered = decisions.observer, decisions.covered
         self._effort.followed(
             plan,
@@ -238,11 +238,17 @@ class Planning:
     def _plan_next(
         self, learned: Learned, ranks: Ranks | None = None, *, kept: bool = False, left: int = 0
     ) -> None:
-        """Plan the next step like this one, or refuse it. `kept`: this one kept the limit without
-        a plan: its backwards were planned one by one, from what was there when each began. No plan
-        for all of them may do that, and then the next one goes without a plan as well. `left`:
-        bytes of neither gradients nor results that this one has left, such as the state of an
-        optimizer whose steps are hooks of the backward."""
+        """Plan the next step like this one, or refuse it.
+
+        Args:
+            learned: this one.
+            ranks: those that plan it together; None: this rank alone does.
+            kept: it kept the limit without a plan: its backwards were planned one by one, from what
+                was there when each began. No plan for all of them may do that, and then the next
+                step goes without a plan as well.
+            left: bytes of neither gradients nor results that it has left, such as the state of an
+                optimizer whose steps are hooks of the backward.
+        """
         self._note(learned, ranks)
         before = learned.seen.before
         limit = self._allowance.planned(learned.plain_peak, before)

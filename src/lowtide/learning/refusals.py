@@ -4,8 +4,8 @@ Problem: a refused step leaves no plan, so the next one like it would run as an 
 stays inside the limit only as far as its modelled backward is right. Invariant: a step is refused
 again only if it is the same one, operation by operation and call by call (those that are not
 recorded), with no fewer gradients to allocate and no more room left by the steps before it.
-Imports errors, report and prepared. Rejected: refusing whatever comes next, which may be a smaller
-batch.
+Imports errors, newest, prepared and `lowtide.refusal`. Rejected: refusing whatever comes next,
+which may be a smaller batch.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from lowtide.errors import BudgetError
+from lowtide.learning.newest import Newest
 from lowtide.observing.seen import Seen
 from lowtide.planner import Graph
-from lowtide.report import refusal
+from lowtide.refusal import refusal
 from lowtide.running.prepared import Signature, signatures_of
 
 _KEPT = 16
@@ -28,8 +29,8 @@ class Refusals:
     """The latest refusals."""
 
     def __init__(self) -> None:
-        self._known: dict[_Step, tuple[Seen, BudgetError]] = {}
-        self._spared: dict[_Step, None] = {}
+        self._known = Newest[_Step, tuple[Seen, BudgetError]](_KEPT)
+        self._spared = Newest[_Step, None](_KEPT)
 
     def __bool__(self) -> bool:
         return bool(self._known)
@@ -42,9 +43,7 @@ class Refusals:
     def add(self, seen: Seen, error: BudgetError) -> None:
         """Remember a step that no plan brings under the limit."""
         forward = signatures_of(seen.ops[: seen.forward])
-        self._known[forward, seen.calls] = seen, error
-        if len(self._known) > _KEPT:
-            del self._known[next(iter(self._known))]
+        self._known.put((forward, seen.calls), (seen, error))
 
     def not_yet(self, seen: Seen) -> bool:
         """Whether this is the first time that a step is asked about. If it is refused only when it
@@ -52,9 +51,7 @@ class Refusals:
         step = signatures_of(seen.ops[: seen.forward]), seen.calls
         if step in self._spared:
             return False
-        self._spared[step] = None
-        if len(self._spared) > _KEPT:
-            del self._spared[next(iter(self._spared))]
+        self._spared.put(step, None)
         return True
 
     def of(
@@ -86,6 +83,6 @@ def refusing(
     graph: Graph, limit: int, retain: Sequence[int], seen: Seen, **known: Any
 ) -> BudgetError:
     """The error of a step that may take so many bytes beside what was there before it; see
-    `lowtide.report.refusal`."""
+    `lowtide.refusal.refusal`."""
     before, more = seen.before, seen.withheld
     return refusal(graph, limit + before, retain, before=before, more=more, **known)

@@ -3,8 +3,8 @@
 Problem: where batches have other lengths, or data decides how many rows a part of the network gets,
 hardly any step comes again. Invariant: a plan for larger steps is a bound, which each operation of
 a step that follows it is checked against; one that was measured above its limit is given up.
-Imports engine, knowledge, learned and varying. Rejected: planning each such step when it comes,
-which takes many times its own time.
+Imports engine, knowledge, learned, newest and varying. Rejected: planning each such step when it
+comes, which takes many times its own time.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from functools import partial
 from lowtide import engine
 from lowtide.learning.knowledge import Knowledge
 from lowtide.learning.learned import MOST_GROWN, Learned
+from lowtide.learning.newest import Newest
 from lowtide.learning.varying import LARGER, Varying, sizes_of
 from lowtide.observing.observer import Observer
 from lowtide.running.decide import StepDecisions
@@ -33,7 +34,8 @@ class Resizing:
         self._ranks, self._allowance, self._plans = knows.ranks, knows.allowance, knows.plans
         self._effort, self._beside = knows.effort, knows.beside
         self._varying = Varying()
-        self._noted: dict[int, int] = {}  # how many of the steps that a plan covered were noted
+        # For a plan, how many of the steps that it covered were noted.
+        self._noted = Newest[int, int](_PLANS)
 
     def came(self, seen: Sequence[Signature], place: int) -> None:
         """A step came that followed no plan."""
@@ -116,12 +118,12 @@ class Resizing:
         self._varying.came(seen)
         noted = _NOTED if larger.apart else self._noted.get(larger.digest, 0)
         if noted < _NOTED:
-            self._noted[larger.digest] = noted + 1
-            if len(self._noted) > _PLANS:
-                del self._noted[next(iter(self._noted))]
-            self._varying.note(seen, larger.seen.place)
+            self._noted.put(larger.digest, noted + 1)
         worth = self._effort.smaller(larger, seen, measured=False)
-        if not worth and not (self._varying.again and larger.apart):
+        worth = worth or (self._varying.again and larger.apart)
+        if worth or noted < _NOTED:
+            self._varying.note(seen, larger.seen.place)
+        if not worth:
             return
         smaller = self._smaller(larger, seen)
         if smaller is None:
@@ -142,7 +144,6 @@ class Resizing:
         """What is known of a step that followed the plan for a larger one, or of all steps that
         make about as much."""
         learned, place = Learned.of(larger), larger.seen.place
-        self._varying.note(seen, place)
         if not self._varying.apart(seen, place):
             return learned.of_sizes(sizes_of(seen))
         if self._varying.again:

@@ -4,7 +4,7 @@ Problem: a step that does not go as planned comes to its backward with whatever 
 one that nobody knows may have nothing left to drop. Invariant: the rest is planned from what is
 held; a step is refused only if no plan for the rest keeps the limit, and the error names a limit
 under which it would run, or says that this is an estimate. Imports knowledge, guesses, learned,
-refusals, rests, planner, report. Rejected: going on, which is how other tools run out of memory.
+refusal, refusals, rests, planner. Rejected: going on, which is how other tools run out of memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lowtide.observing.graphs import graph_before, graph_of, whole_graph
 from lowtide.observing.observer import Observer
 from lowtide.planner import Graph, minimum, plain_peak
 from lowtide.planner.resume import forward_over, from_held, settled_in, with_margin
-from lowtide.report import too_small
+from lowtide.refusal import too_small
 from lowtide.running.decide import StepDecisions
 from lowtide.running.prepared import Prepared
 
@@ -47,8 +47,8 @@ class Settling:
     # ------------------------------------------------------------------ when backward begins
 
     def settle(self, decisions: StepDecisions, observer: Observer, *, again: bool = False) -> None:
-        """The step differs from its plan: plan its backward from what is still held. `again`: it
-        had another one, which has decided for good what it held."""
+        """The step differs from its plan: plan its backward from what is still held. `again`: an
+        earlier backward of the step has run, and has decided for good what it held."""
         prepared, core = decisions.prepared, engine.core()
         observer.spans = None if core is None else core.reached()
         graph = graph_before(observer, decisions.first) if prepared is None else prepared.graph
@@ -138,8 +138,15 @@ class Settling:
         held: set[int],
         retain: list[int],
     ) -> None:
-        """Refuse a step of which no plan for the rest, and so not this one, keeps the limit; unless
-        only a guess says so."""
+        """Refuse a step of which no plan for the rest keeps the limit, unless only a guess says so.
+
+        Args:
+            decisions: of the step.
+            observer: what was seen of it.
+            whole: the step, before this backward.
+            held: the values that are in memory.
+            retain: the plan with the lowest peak that was found.
+        """
         prepared, plain, before = decisions.prepared, plain_peak(whole), self._allowance.before
         allowed, least = self._allowance.of(plain, before), None
         graphs = [whole]
@@ -219,8 +226,16 @@ class Settling:
         # What the operation itself takes is known, and no model's margin is left free for it.
         named = max(int((live + rest) / share) + need, int((later + rest) / share))
         least = max(live + need, later) + gradients + before
-        at = self._knows.compared.calls + count
-        refused = too_small(name, live, need, limit, at, least, named, before)
+        refused = too_small(
+            name,
+            limit=limit,
+            live=live,
+            need=need,
+            count=self._knows.compared.calls + count,
+            least=least,
+            named=named,
+            before=before,
+        )
         self.halfway = refused.again()
         try:
             raise refused

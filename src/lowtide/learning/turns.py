@@ -2,13 +2,14 @@
 
 Problem: nothing at the beginning of a step tells which one it is, and one that begins under another
 step's plan has to change plans later, may lack what that plan dropped, and is measured in vain.
-Invariant: a guess costs or saves time and nothing else. Imports prepared. Rejected: always the plan
-that was followed last, which is the wrong one at every step of a loop over several heads, or of an
-accumulation whose last part is another step.
+Invariant: a guess costs or saves time and nothing else. Imports newest and prepared. Rejected:
+always the plan that was followed last, which is the wrong one at every step of a loop over several
+heads, or of an accumulation whose last part is another step.
 """
 
 from __future__ import annotations
 
+from lowtide.learning.newest import Newest
 from lowtide.running.prepared import Prepared
 
 _LONGEST = 8  # steps: longer turns are told by how they end
@@ -25,7 +26,8 @@ class Turns:
 
     def __init__(self) -> None:
         self._history: dict[int, _Ending] = {}  # the last steps at each place, the newest last
-        self._after: dict[tuple[int, _Ending], int] = {}  # what followed steps that ended so
+        # What followed steps that ended so.
+        self._after = Newest[tuple[int, _Ending], int](_KEPT)
         self._gain: dict[int, float] = {}  # how much more often than the last plan it was the guess
 
     def followed(self, prepared: Prepared) -> None:
@@ -36,10 +38,7 @@ class Turns:
             gain, guess = self._gain.get(place, 0.0), self._guess(place)
             self._gain[place] = gain + _WEIGHT * ((guess == now) - (history[-1] == now) - gain)
             for ending in _endings(history):
-                self._after.pop((place, ending), None)
-                self._after[place, ending] = now
-            while len(self._after) > _KEPT:
-                del self._after[next(iter(self._after))]
+                self._after.put((place, ending), now)
         self._history[place] = (*history, now)[-_LONGEST:]
 
     def next(self, place: int) -> int | None:

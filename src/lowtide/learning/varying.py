@@ -5,9 +5,9 @@ than another in everything. Each outgrows every other's plan in some operation, 
 that are so many times larger in everything recomputes far too much. Invariant: bounds are per
 operation: the most that any step has made, or the largest share of what all of a step makes,
 whichever is less, and a part of the range seen beyond that, as nobody knows the most that there is;
-what never varied has no slack. Imports prepared. Rejected: a plan for each step, as none comes
-again; one for the largest step so far, which bounds nothing; room for the most seen, without slack,
-as no step makes the most everywhere: one of 600 steps then took 1 % more than its limit.
+what never varied has no slack. Imports newest and prepared. Rejected: a plan for each step, as none
+comes again; one for the largest step so far, which bounds nothing; room for the most seen, without
+slack, as no step makes the most everywhere: one of 600 steps then took 1 % more than its limit.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from lowtide.learning.newest import Newest
 from lowtide.running.prepared import Signature
 
 LARGER = 1.15  # where steps grow, plans are also made for this many times the bytes
@@ -59,25 +60,22 @@ class Varying:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[_Kind, _Seen] = {}
-        self._came: dict[int, None] = {}  # hashes of steps
+        self._seen = Newest[_Kind, _Seen](_KEPT)
+        self._came = Newest[int, None](_REMEMBERED)  # hashes of steps
         self.again = False
 
     def came(self, seen: Sequence[Signature]) -> None:
         """A step has ended that followed no plan of its own."""
         step = hash(tuple(seen))
         self.again = step in self._came
-        self._came.pop(step, None)
-        self._came[step] = None
-        if len(self._came) > _REMEMBERED:
-            del self._came[next(iter(self._came))]
+        self._came.put(step, None)
 
     def note(self, seen: Sequence[Signature], place: int) -> None:
         """Learn the sizes of such a step."""
         kind, sizes = _kind(seen, place), _row(seen)
         whole = max(sum(sizes), 1)
         shares = array("d", [size / whole for size in sizes])
-        known = self._seen.pop(kind, None)
+        known = self._seen.get(kind)
         if known is None:
             known = _Seen(sizes, sizes, shares, shares, whole)
         known.apart = known.apart or any(_differ(sizes, other) for other in known.last)
@@ -89,9 +87,7 @@ class Varying:
         known.whole = max(known.whole, whole)
         known.steps += 1
         known.missed += 1
-        self._seen[kind] = known
-        if len(self._seen) > _KEPT:
-            del self._seen[next(iter(self._seen))]
+        self._seen.put(kind, known)
 
     def apart(self, seen: Sequence[Signature], place: int) -> bool:
         """Whether steps like this one are known to vary each in its own way."""

@@ -70,7 +70,8 @@ class MemoryEvents:
         self._over = True
 
     def of_step(self, pending: Callable[[], bool]) -> None:
-        """It records a step, and is wanted as long as `pending` says that the step is pending."""
+        """What is recorded is a step; it is wanted as long as `pending` says that this is
+        pending."""
         self._step = weakref.WeakMethod(pending)
 
     def another_is_over(self) -> None:

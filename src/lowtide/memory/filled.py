@@ -75,8 +75,9 @@ class Filled:
         return func
 
     def as_recorded(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        """The same with its arguments, as the compiled recorder sees it, which is not a mode: an
-        index has a kernel of its own, which need not check the indices once more."""
+        """The operator that runs on real tensors, with its arguments, as the compiled recorder sees
+        it. As that is not a mode, an index has a kernel of its own there, which need not check the
+        indices once more."""
         real = self.as_real(func, args)
         if real is not func and func is _INDEX_PUT:
             return _compat.index_put_unchecked, (*args, True)

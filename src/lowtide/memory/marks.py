@@ -34,7 +34,8 @@ class Marks(Protocol):
         ...
 
     def of_step(self, pending: Callable[[], bool]) -> None:
-        """It measures a step, and is wanted as long as `pending` says that the step is pending."""
+        """What is measured is a step; it is wanted as long as `pending` says that this is
+        pending."""
         ...
 
     def over(self) -> None:

@@ -39,7 +39,8 @@ class PassedThrough:
         )
 
     def watch_call(self, result: Any) -> Any:
-        """The same, of a function that an `ActivationCheckpointing` in eval mode has called."""
+        """Look out for a backward into what a function returned that an `ActivationCheckpointing`
+        in eval mode has called; returns that."""
         return self._watch(
             "an ActivationCheckpointing that is in eval mode, where it just calls its function",
             "put it in training mode (its .train()), call lowtide.checkpoint(function, x)",

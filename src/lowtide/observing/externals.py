@@ -26,7 +26,7 @@ from lowtide.tape.values import Handle, Value
 
 @dataclass(frozen=True, slots=True)
 class External:
-    """One of them, as numbers."""
+    """An external that only the record keeps in memory, as numbers."""
 
     nbytes: int
     readers: tuple[int, ...]
@@ -63,7 +63,7 @@ class _Watched:
 
 
 class Externals:
-    """Follows them through one step."""
+    """Follows such externals through one step."""
 
     def __init__(self) -> None:
         self._known: dict[int, _Watched] = {}  # by id of the value; also of those that died since
@@ -164,8 +164,9 @@ class Externals:
             self._await_release(watched, value.handles())
 
     def are_ours(self, made: Container[int]) -> set[int]:
-        """The keys of those of them that are among the storages which the forward has `made` and
-        that are there: they go once nothing can be replayed from them."""
+        """Note which of them lie in storages that the forward has `made` itself, in calls that are
+        not recorded; returns the keys of these storages. They are freed once nothing can be
+        replayed from them."""
         found = set()
         for watched in self._known.values():
             there = watched.nbytes and not watched.copied and watched.value() is not None
@@ -197,8 +198,8 @@ class Externals:
             watched.value = _gone
 
     def found(self, known: tuple[bool, ...]) -> list[External]:
-        """Those that were in memory only for the record, in the order in which they were read.
-        `known`: see `Timeline`."""
+        """The externals that were in memory only for the record, in the order in which they were
+        read. `known`: see `Timeline`."""
         return self._earlier + [
             External(
                 watched.nbytes,
@@ -220,7 +221,7 @@ def _gone() -> None:
 
 
 def externals_of(graph: Graph) -> tuple[Graph, list[External]]:
-    """The same step without them, and them."""
+    """The step of a graph without the externals that only the record has, and these."""
     found = [
         External(
             graph.values[value].nbytes,
@@ -245,7 +246,7 @@ def _below(count: int, values: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def with_externals(graph: Graph, externals: Sequence[External]) -> Graph:
-    """The same step with these among its values, after all others."""
+    """The step of a graph with these externals among its values, after all others."""
     if not externals:
         return graph
     more: dict[int, list[int]] = {}

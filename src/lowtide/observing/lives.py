@@ -269,8 +269,9 @@ class Lives:
         return {v.number for v in self.alive() if v.held is not None and v.op is None}
 
     def dropped_before_backward(self, number: int) -> None:
-        """It is dropped by the plan of the backward that begins. In one before this, it was there:
-        since the forward, or since a replay retained it."""
+        """A value that is in memory is dropped by the plan of the backward that begins. If an
+        earlier backward of the step has run, the value was there in it: since the forward, or since
+        a replay retained it."""
         start, _ = self.held.pop(number, (-1, FOREVER))
         if self.requests:
             mark = 0 if self.memory is None else self.memory.mark()

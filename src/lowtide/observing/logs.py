@@ -28,7 +28,11 @@ Alone = tuple["Signature", tuple[int, ...], tuple[int, ...], int, int, int]
 
 @dataclass(slots=True)
 class OpLog:
-    """One operation, as numbers: values by their number, sizes in bytes, times in seconds."""
+    """One operation, as numbers: values by their number, sizes in bytes, times in seconds.
+
+    What plan files have of an operation comes first. What only a watched step has is left out of
+    comparisons, so that a plan from a file equals the one that was written.
+    """
 
     name: str
     seconds: float
@@ -49,81 +53,82 @@ class OpLog:
     """Bytes that its backward takes, gradients of its inputs included; from sizes, until
     `look_closer` has run `call`."""
     left: int
-    """Those of them that remain when it is over."""
+    """How many of `temporaries` remain when its backward is over."""
     wanted: int
     """Bytes of the gradients of its arguments, see `lowtide._compat.wanted_bytes`."""
     receivers: tuple[int, ...]
     """Inputs that its backward gives gradients to: as called, -1 for externals."""
     viewing: tuple[int, ...] = ()
-    """Those whose gradients are views of the gradient of its output."""
+    """The `receivers` whose gradients are views of the gradient of its output."""
     saved: tuple[int, ...] | None = None
-    """Those of its outputs that autograd saves as its results; None: not known."""
+    """The outputs that autograd saves as results of this operation; None: not known."""
     whole: tuple[int, ...] = ()
     """Inputs that it reads as they are, from their first to their last byte."""
     pieces: tuple[int, ...] = ()
     """Inputs of which it reads a piece made by `split` or `unbind`: the gradients of all pieces
     exist before that of the whole is made of them."""
     piece_sizes: tuple[int, ...] = ()
-    split: tuple[int, ...] = field(default=(), compare=False)
-    """Those made by `split`: zeros are made for pieces without a gradient. Not written into
-    files."""
-    views: tuple[tuple[int, int], ...] = field(default=(), compare=False)
-    """(input, node) for those that it reads whole, but through a view: where the gradients of all
-    that reads the same view are added up. Not written into files."""
-    unmade: tuple[tuple[int, int, int], ...] = field(default=(), compare=False)
-    """Of what it reads whole and no recorded operation has made: autograd's node that did, bytes,
-    and which it is of the arguments that require grad. Not written into files."""
+    """For each of `pieces`, the bytes of the piece."""
     besides: int = 0
     """Bytes that are made around its backward, besides its own: if it reads a part of a value, the
     gradient is made as large as the whole."""
-    through: tuple[int, int] | None = field(default=None, compare=False)
-    """If it writes its first argument through a view, with a gradient: bytes of the base and of the
-    view. Not written into files: `temporaries` and `left` contain what follows from it."""
-    turned: tuple[int, ...] = field(default=(), compare=False)
-    """Inputs that it reads whole, but through a view that is not contiguous. Not written into
-    files."""
-    remade: tuple[int, ...] = field(default=(), compare=False)
-    """Those whose gradients a view copies on the way: it has divided or joined dimensions that were
-    then permuted. Not written into files."""
-    athwart: tuple[int, ...] = field(default=(), compare=False)
-    """Those whose gradients it makes in the order in which it reads them: these are not contiguous
-    where the inputs are. Not written into files."""
-    perhaps: tuple[int, ...] = field(default=(), compare=False)
-    """The same if the gradient of its result is contiguous, and not expanded. Not written into
-    files."""
     overwrites: tuple[int, ...] = ()
     """Values whose memory it writes in place."""
-    pad: int = field(default=0, compare=False)
-    """Bytes of `workspace`, and of `temporaries`, that its kernels may do without, see
-    `lowtide.kernels.scratchpad`. Not written into files."""
     kept: bool = False
     """It is never replayed, and what it makes is held for what needs it."""
-    lent: bool = field(default=False, compare=False)
-    """Whether something else may refer to a gradient that it gives to a leaf; not written."""
-    astray: dict[int, int] = field(default_factory=dict, compare=False)
-    """Its arguments, counting those that require grad, whose gradient may be laid out in memory in
-    another way than they are read, with the bytes that it takes; not written."""
-    node: bool = field(default=False, compare=False)
-    """Whether autograd is known to have made a node for it; not written into files."""
-    fell: tuple[int, int] | None = field(default=None, compare=False)
-    """If what another plan had held was dropped after it ran and before its mark: a mark after
-    that, and how many bytes. Not written into files."""
-    inside: tuple[tuple[int, int], ...] = field(default=(), compare=False)
-    """Marks around each replay since the operation before, for a backward inside the forward. Not
-    written into files."""
-    unseen: int | None = field(default=None, compare=False)
-    """Mark up to which something else may have run since the operation before, and been freed: a
-    call that is not recorded (rule 5). None: that is not told apart from the operation itself. Not
-    written into files."""
-    hidden: tuple[int, ...] | None = field(default=None, compare=False)
-    """If it ran without grad: the number of autograd's newest node then, and the leaves it read.
-    This and the next are not written into files."""
-    function: bool = field(default=False, compare=False)
-    """Whether it made the result of a custom Function."""
     call: Call | None = None
     """To run its backward on shapes alone, see `lowtide.backward.modelled.look_closer`."""
     kind: Call | None = None
     """Calls of one kind take the same time; None: no kind is known, or it was not timed."""
+
+    # How its backward reads and makes gradients. `temporaries`, `left`, `receivers` and `besides`
+    # contain what follows from it.
+    split: tuple[int, ...] = field(default=(), compare=False)
+    """The `pieces` made by `split`: zeros are made for pieces without a gradient."""
+    views: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    """(input, node) for each of `whole` that it reads through a view: the node where the gradients
+    of all that reads the same view are added up."""
+    unmade: tuple[tuple[int, int, int], ...] = field(default=(), compare=False)
+    """For what it reads whole and no recorded operation has made: autograd's node that did, bytes,
+    and which it is of the arguments that require grad."""
+    through: tuple[int, int] | None = field(default=None, compare=False)
+    """If it writes its first argument through a view, with a gradient: bytes of the base and of the
+    view."""
+    turned: tuple[int, ...] = field(default=(), compare=False)
+    """Inputs that it reads whole, but through a view that is not contiguous."""
+    remade: tuple[int, ...] = field(default=(), compare=False)
+    """Inputs that it reads whole, through a view that copies the gradient on its way: it has
+    divided or joined dimensions that were then permuted."""
+    athwart: tuple[int, ...] = field(default=(), compare=False)
+    """The `turned` inputs whose gradients it makes contiguous in the order in which it reads them,
+    so that they are not contiguous in the order of the inputs."""
+    perhaps: tuple[int, ...] = field(default=(), compare=False)
+    """The `turned` inputs of which that holds if the gradient of its result is contiguous, and not
+    expanded."""
+    lent: bool = field(default=False, compare=False)
+    """Whether something else may refer to a gradient that it gives to a leaf."""
+    astray: dict[int, int] = field(default_factory=dict, compare=False)
+    """The arguments, counting those that require grad, whose gradient may be laid out in memory in
+    another way than they are read, with the bytes that it takes."""
+    node: bool = field(default=False, compare=False)
+    """Whether autograd is known to have made a node for it."""
+    hidden: tuple[int, ...] | None = field(default=None, compare=False)
+    """If it ran without grad: the number of autograd's newest node then, and the leaves it read."""
+    function: bool = field(default=False, compare=False)
+    """Whether it made the result of a custom Function."""
+
+    # What was going on around it when it was watched.
+    pad: int = field(default=0, compare=False)
+    """Bytes of `workspace`, and of `temporaries`, that its kernels may do without, see
+    `lowtide.kernels.scratchpad`."""
+    fell: tuple[int, int] | None = field(default=None, compare=False)
+    """If what another plan had held was dropped after it ran and before its mark: a mark after
+    that, and how many bytes."""
+    inside: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    """Marks around each replay since the operation before, for a backward inside the forward."""
+    unseen: int | None = field(default=None, compare=False)
+    """Mark up to which something else may have run since the operation before, and been freed: a
+    call that is not recorded (rule 5). None: that is not told apart from the operation itself."""
 
 
 def what_ran(

@@ -153,7 +153,8 @@ class Observer(CutOff):
         return runs_again(self.ops)
 
     def some_run_again(self) -> bool:
-        """The same, once its forward is over: what a teacher ran without grad is none."""
+        """Whether a custom Function of a step whose forward is over is taken to run that again;
+        what a teacher ran without grad is none."""
         return some_run_again(self)
 
     def seen(self) -> Seen:

@@ -67,15 +67,17 @@ def rebuild(seen: Observer) -> Graph:
     if seen.timeline:
         return Graph(values, ops, (), _turn(seen, sizes, stays))
     asked = [(value, op) for value, op, *_ in seen.requests] or None
-    events, _, reached = modelled_events(seen, sizes, asked)
+    backward = modelled_events(seen, sizes, asked)
     if asked is None:
-        externals = [_released(each, reached) if each.pending else each for each in externals]
-    return with_externals(Graph(values, ops, events), externals)
+        externals = [
+            _released(each, backward.reached) if each.pending else each for each in externals
+        ]
+    return with_externals(Graph(values, ops, backward.events), externals)
 
 
 def _released(external: External, reached: list[int]) -> External:
-    """The same, released once the backward of the first operation that has read it is over.
-    `reached`: as `modelled_events` returns it."""
+    """An external that autograd releases once the backward of the first operation that has read it
+    is over. `reached`: see `Modelled`."""
     first, last = external.readers[0], len(reached) - 1
     return replace(external, release=next((i for i, op in enumerate(reached) if op <= first), last))
 
@@ -109,8 +111,8 @@ def before_requests(seen: Observer) -> int:
     for log in seen.ops:
         for number, nbytes in zip(log.outputs, log.sizes, strict=True):
             sizes[number] = nbytes
-    events, most, _ = modelled_events(seen, sizes, None)
-    return most if events else 0
+    backward = modelled_events(seen, sizes, None)
+    return backward.before if backward.events else 0
 
 
 def _typical(ops: Sequence[OpLog], earlier: Iterable[OpLog]) -> list[float]:
@@ -188,8 +190,8 @@ def _held(seen: Observer, sizes: list[int], stays: list[int]) -> list[int]:
 
 
 def _without(fell: tuple[int, int] | None, figures: list[int]) -> list[int]:
-    """The same without the bytes that were dropped at a mark, up to there: what they were is held
-    no more, and so is not subtracted otherwise."""
+    """Figures by mark, without the bytes that were dropped at a mark, up to there: what these bytes
+    were is held no more, and so is not subtracted otherwise. `fell`: as `OpLog.fell`."""
     if fell is None:
         return figures
     mark, nbytes = fell

@@ -69,7 +69,8 @@ class Seen:
         )  # fmt: skip
 
     def of_leaves(self, originals: Mapping[int, torch.Tensor]) -> Seen:
-        """The same with the leaves that stood-in ones stand for, whose gradients come and go."""
+        """A forward on fake tensors, with the real leaves that these stand for: it is their
+        gradients that come and go. `originals`: by the ids of the fake ones."""
         leaves, parameters = dict(self.leaves), dict(self.parameters)
         for key, (reader, _) in self.leaves.items():
             leaf = originals.get(key)

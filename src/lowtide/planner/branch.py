@@ -54,9 +54,9 @@ class Branch(Moments):
         # For each value, (moment, arc to its producer, arc that pays for holding it: no replay).
         self.arcs: dict[int, list[tuple[int, int, int]]] = {}
         for index, priced in enumerate(self.priced):
-            for value, (arc, _, here, _) in zip(self.values[index], priced, strict=True):
-                pay = network.arc(here, Network.SINK, 0)
-                self.arcs.setdefault(value, []).append((index, arc, pay))
+            for one in priced:
+                pay = network.arc(one.node, Network.SINK, 0)
+                self.arcs.setdefault(one.value, []).append((index, one.arc, pay))
         self.first: dict[int, int] = {}
         for nodes in self.replays:
             for op, node in nodes.items():

@@ -41,18 +41,16 @@ def descend(problem: Problem, candidate: Candidate, limit: int, evaluations: int
     tabu: set[tuple[int, int]] = set()
     while score and sim.evaluations < stop:
         improved = False
-        for value, choice in _moves(problem, best):
-            if (value, choice) in tabu:
+        for move in _moves(problem, best):
+            if move in tabu:
                 continue
-            retain = best.retain.copy()
-            retain[value] = choice
-            result = problem.run(retain)
-            found = excess(result, limit)
+            moved = _moved(problem, best, move)
+            found = excess(moved.result, limit)
             if found < score:
-                best, score, improved = Candidate(retain, result), found, True
+                best, score, improved = moved, found, True
                 tabu.clear()
                 break
-            tabu.add((value, choice))
+            tabu.add(move)
             if sim.evaluations >= stop:
                 break
         if not improved:

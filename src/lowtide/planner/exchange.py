@@ -65,7 +65,7 @@ class Pool:
 
     @property
     def seconds(self) -> float:
-        """Those of the best plan."""
+        """The seconds that the best plan replays for."""
         return self._best.seconds
 
     def add(self, plan: Candidate) -> None:

@@ -45,6 +45,11 @@ class Network:
         self.head: list[int] = []
         self.room: list[int] = []
 
+    def node(self) -> int:
+        """Add a node; returns its number."""
+        self.arcs.append([])
+        return len(self.arcs) - 1
+
     def arc(self, tail: int, head: int, capacity: int) -> int:
         """Add an arc; its number is its index in `head` and `room`."""
         number = len(self.head)

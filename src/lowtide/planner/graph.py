@@ -213,8 +213,8 @@ class Graph:
         )
 
     def retained(self) -> Graph:
-        """The same step with a retained graph: its backward releases no saved value. What it does
-        not ask for, and another graph has, is released after the last event."""
+        """This step with a retained graph: its backward releases no saved value. What it does not
+        ask for, and another graph has, is released after the last event."""
         released = {value for event in self.events for value in event.releases}
         others = tuple(sorted(released.difference(event.value for event in self.events)))
         events = [replace(event, releases=()) for event in self.events]

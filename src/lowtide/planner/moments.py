@@ -18,6 +18,8 @@ dependency.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from lowtide.planner.cut import SCALE, moment_at, moment_weights, room_at
 from lowtide.planner.flow import INFINITE, MOST, CutWith, Network
 from lowtide.planner.simulate import Simulator
@@ -52,6 +54,18 @@ def _small(sizes: list[int], total: int) -> int:
     return below
 
 
+class Priced(NamedTuple):
+    """A value that may be held at a moment, for its bytes times a price."""
+
+    value: int
+    nbytes: int
+    arc: int
+    """The arc whose capacity is what holding it costs: from its node to its producer's."""
+    node: int
+    maker: int
+    """The node of its producer."""
+
+
 class Moments:
     """Cuts of one graph at several moments, for any prices.
 
@@ -64,63 +78,67 @@ class Moments:
         self.sim = sim
         small = _small(sim.nbytes, limit // NEGLIGIBLE)
         self.rooms = [room_at(sim, moment_at(sim, moment), limit) for moment in moments]
-        self.priced: list[list[tuple[int, int, int, int]]] = []
-        nodes = 2
-        self.network = network = Network(2, cut_with)
-        earlier: dict[int, int] = {}
-
-        def node() -> int:
-            nonlocal nodes
-            network.arcs.append([])
-            nodes += 1
-            return nodes - 1
-
+        self.network = Network(2, cut_with)
         self.paid: list[tuple[int, float]] = []
         self.base: dict[int, int] = {}  # for each operation, the arc that pays for it
         self.replays: list[dict[int, int]] = []  # for each moment, the nodes of its operations
-        self.values: list[list[int]] = []  # for each moment, the values that have a price
+        self.priced: list[list[Priced]] = []  # for each moment, the values that have a price
+        earlier: dict[int, int] = {}
         for moment in moments:
-            weight = moment_weights(sim, moment_at(sim, moment))
-            weight = [size if size > small else 0 for size in weight]
-            replays: dict[int, int] = {}
-            for value, size in enumerate(weight):
-                op = sim.producer[value]
-                if size and not sim.free[value] and op not in replays:
-                    replays[op] = node()
-                    # What is replayed after this moment is also replayed after the earlier ones.
-                    if op in earlier:
-                        network.arc(replays[op], earlier[op], INFINITE)
-                    elif sim.replayable[op]:
-                        cost = round(sim.cost[op] * SCALE)
-                        self.base[op] = network.arc(replays[op], Network.SINK, cost)
-                        self.paid.append((replays[op], sim.cost[op]))
-                    else:
-                        network.arc(replays[op], Network.SINK, INFINITE)
-            required: dict[int, int] = {}
-            priced: list[tuple[int, int, int, int]] = []
-            self.values.append([])
-            for value, size in enumerate(weight):
-                if not size or sim.free[value]:
-                    continue
-                here = required[value] = node()
-                maker = replays[sim.producer[value]]
-                if value in sim.graph.fleeting:
-                    network.arc(here, maker, INFINITE)
-                    continue
-                self.values[-1].append(value)
-                priced.append((network.arc(here, maker, 0), size, here, maker))
-                if sim.graph.needed[value] >= max(moment, 0):
-                    network.arc(Network.SOURCE, here, INFINITE)
-            for op, here in replays.items():
-                for x in sim.reads[op]:
-                    if x in required:
-                        network.arc(here, required[x], INFINITE)
-            self.priced.append(priced)
+            sizes = moment_weights(sim, moment_at(sim, moment))
+            weight = [
+                0 if free or size <= small else size
+                for size, free in zip(sizes, sim.free, strict=True)
+            ]
+            replays = self._replayed(weight, earlier)
+            self.priced.append(self._required(moment, weight, replays))
             self.replays.append(replays)
             earlier.update(replays)
-        self.empty = network.snapshot()
+        self.empty = self.network.snapshot()
         # The highest price of a byte, so that all finite capacities together stay below `MOST`.
         self.dearest = MOST / (2 * SCALE * len(moments) * max(sum(sim.nbytes), 1))
+
+    def _replayed(self, weight: list[int], earlier: dict[int, int]) -> dict[int, int]:
+        """Add a node for each operation that makes one of a moment's values, and what pays for it.
+        `earlier`: the nodes of operations at earlier moments."""
+        sim, network = self.sim, self.network
+        replays: dict[int, int] = {}
+        for value, size in enumerate(weight):
+            op = sim.producer[value]
+            if not size or op in replays:
+                continue
+            here = replays[op] = network.node()
+            # What is replayed after this moment is also replayed after the earlier ones.
+            if op in earlier:
+                network.arc(here, earlier[op], INFINITE)
+            elif sim.replayable[op]:
+                self.base[op] = network.arc(here, Network.SINK, round(sim.cost[op] * SCALE))
+                self.paid.append((here, sim.cost[op]))
+            else:
+                network.arc(here, Network.SINK, INFINITE)
+        return replays
+
+    def _required(self, moment: int, weight: list[int], replays: dict[int, int]) -> list[Priced]:
+        """Add a node for each of a moment's values, and what requires it: backward, or a replay."""
+        sim, network = self.sim, self.network
+        required: dict[int, int] = {}
+        priced = []
+        for value, size in enumerate(weight):
+            if not size:
+                continue
+            here = required[value] = network.node()
+            maker = replays[sim.producer[value]]
+            if value in sim.graph.fleeting:
+                network.arc(here, maker, INFINITE)
+                continue
+            priced.append(Priced(value, size, network.arc(here, maker, 0), here, maker))
+            if sim.graph.needed[value] >= max(moment, 0):
+                network.arc(Network.SOURCE, here, INFINITE)
+        for op, here in replays.items():
+            for x in sim.reads[op]:
+                if x in required:
+                    network.arc(here, required[x], INFINITE)
+        return priced
 
     def bound(self, prices: list[float]) -> tuple[float, list[int]]:
         """Seconds that these prices prove, and the bytes by which the cut exceeds each room."""
@@ -128,12 +146,12 @@ class Moments:
         network.restore(self.empty)
         for price, priced in zip(prices, self.priced, strict=True):
             scaled = price * SCALE
-            for arc, size, _, _ in priced:
-                network.room[arc] = int(scaled * size)
+            for one in priced:
+                network.room[one.arc] = int(scaled * one.nbytes)
         side = network.cut()
         seconds = sum(cost for node, cost in self.paid if side[node])
         over = [
-            sum(size for _, size, here, maker in priced if side[here] and not side[maker]) - room
+            sum(one.nbytes for one in priced if side[one.node] and not side[one.maker]) - room
             for priced, room in zip(self.priced, self.rooms, strict=True)
         ]
         return seconds + sum(p * o for p, o in zip(prices, over, strict=True)), over

@@ -21,7 +21,7 @@ _DEAR = 3.0  # a plan that replays more than this many forwards is retried with 
 
 
 def forward_over(graph: Graph, held: Container[int]) -> Graph:
-    """The same step when its forward is over and cannot be changed: its memory does not count.
+    """A step whose forward is over and cannot be changed: its memory does not count.
 
     A pinned value that the tape has already dropped is no longer pinned: its memory is still in
     use, but a replay cannot read it.
@@ -37,7 +37,7 @@ def forward_over(graph: Graph, held: Container[int]) -> Graph:
 
 
 def settled_in(graph: Graph, settled: Container[int]) -> Graph:
-    """The same step when nothing makes these values again: an earlier backward of it has cut their
+    """A step in which nothing makes these values again: an earlier backward of it has cut their
     links to what they were made from. An operation whose other results may be made again is left
     as it is."""
 
@@ -68,9 +68,12 @@ def from_held(graph: Graph, held: set[int], limit: int, *, search: bool = True) 
 def with_margin(
     graph: Graph, held: set[int], limit: int, margin: float, *, search: bool
 ) -> Candidate:
-    """The same with a share of the limit left free; a smaller share if that replays too much, or if
-    not even the limit is kept: the search for less may end where this one does not pass. So may the
-    search for more; before a step is refused, the lowest peak is looked for too."""
+    """As `from_held`, with a share of the limit left free, the `margin`.
+
+    A smaller share is left if that replays too much, or if not even the limit is kept: a search for
+    a lower peak may end at a moment that one for a higher peak passes. The reverse happens too, so
+    before a step is refused, the lowest peak is looked for.
+    """
     found = from_held(graph, held, int(limit * (1 - margin)), search=search)
     forward = sum(op.seconds + REPLAY_OVERHEAD for op in graph.ops)
     dear = found.result.seconds > _DEAR * forward

@@ -38,7 +38,7 @@ from typing import Any, ClassVar, Protocol
 
 from lowtide.errors import UsageError
 from lowtide.planner.graph import Graph
-from lowtide.planner.retention import HOLD, keep_all
+from lowtide.planner.retention import keep_all
 
 REPLAY_OVERHEAD = 20e-6
 """Seconds added for each replayed operation: dispatch takes time even if the kernel takes none."""
@@ -100,7 +100,8 @@ Lists = tuple[list[Any], ...]
 
 
 class Compiled(Protocol):
-    """The same simulations of one graph, in a hundredth of the time; see `simulator.h`."""
+    """Simulates plans of one graph as `Simulator` does, in a hundredth of the time; see
+    `simulator.h`."""
 
     def run(
         self, retain: Sequence[int], seconds_limit: float, trace: bool, /
@@ -396,15 +397,3 @@ def simulate(graph: Graph, retain: Sequence[int], *, trace: bool = False) -> Sim
 def plain_peak(graph: Graph) -> int:
     """The peak of the plain step, in which nothing is recomputed."""
     return Simulator(graph.plain).run(keep_all(graph).retain).peak
-
-
-__all__ = [
-    "ABSENT",
-    "HOLD",
-    "REPLAY_OVERHEAD",
-    "Simulation",
-    "Simulator",
-    "Trace",
-    "plain_peak",
-    "simulate",
-]

@@ -53,7 +53,8 @@ def _known(argument: Any) -> bool:
 
 
 def copied(argument: Any) -> Any:
-    """The same where the program cannot change it. Tensors in it stay what they are."""
+    """An argument in containers of its own, which the program cannot change. Tensors in them stay
+    what they are."""
     kind = type(argument)
     if kind in (list, set, tuple):
         return kind(map(copied, argument))

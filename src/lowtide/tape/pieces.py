@@ -68,9 +68,9 @@ class Pieces:
         return other
 
     def _in_steps(self, ref: Any) -> Pieces | None:
-        """The same parts, with a dimension that a view goes through in steps (`out[..., ::2]`, as
-        rotary embeddings are written) as two: the steps, and the places in each. None: there is
-        none, or the steps do not divide it or what was written of it."""
+        """These parts, with a dimension that a view goes through in steps (`out[..., ::2]`, as
+        rotary embeddings are written) as two: the steps, and the places in each. None: there is no
+        such dimension, or the steps do not divide it or what was written of it."""
         if ref.dtype.itemsize != self._itemsize:
             return None
         known = {step for step, _ in self._dims}
@@ -147,7 +147,7 @@ def _runs(size: Sequence[int], stride: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _merged(boxes: list[Box]) -> list[Box]:
-    """The same parts in fewer boxes, as far as the last one continues another."""
+    """Parts in fewer boxes, as far as the last one continues another."""
     last = boxes.pop()
     while True:
         for place, box in enumerate(boxes):
@@ -169,7 +169,7 @@ def _elements(box: Box) -> int:
 
 
 def _left(parts: list[Box], boxes: Sequence[Box]) -> list[Box]:
-    """What of these parts no box contains."""
+    """Whatever of these parts no box contains."""
     for box in boxes:
         parts = [piece for part in parts for piece in _without(part, box)]
         if not parts:

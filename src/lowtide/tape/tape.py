@@ -92,7 +92,8 @@ class Decisions(Protocol):
         ...
 
     def replay_out_of_memory(self, attempt: int) -> bool:
-        """The same for a replay that backward has asked for."""
+        """The device has no room for a replay that backward has asked for: free something, as in
+        `out_of_memory`."""
         ...
 
     def woken(self, at: int) -> None:

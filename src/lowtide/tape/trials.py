@@ -20,7 +20,7 @@ seen = False
 
 
 def begin() -> None:
-    """It was seen for the first time."""
+    """cuDNN was seen to try kernels out for the first time: say what follows from it."""
     global seen
     seen = True
     warnings.warn(

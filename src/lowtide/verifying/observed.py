@@ -109,9 +109,20 @@ def observe(
     found: Observed = {}
     for name, one in _named(result):
         found["result", name] = _copied(one) if isinstance(one, Tensor) else _number(one)
-    known = set()
+    _observe_tensors(found, reached, read)
+    names = {id(tensor): name for _, name, tensor in reached.named()}
+    _observe_optimizers(found, reached, names)
+    more = [leaf for leaf in others if id(leaf) not in names]
+    for place, leaf in enumerate(more):
+        name = f"of leaf {place} of shape {tuple(leaf.shape)}"
+        found["gradient", name] = None if leaf.grad is None else _copied(leaf.grad)
+    _observe_chance(found, reached)
+    return found
+
+
+def _observe_tensors(found: Observed, reached: Reached, read: Read | None) -> None:
+    """Parameters, buffers and inputs, each after its gradient."""
     for kind, name, tensor in reached.named():
-        known.add(id(tensor))
         if kind == "parameter" or tensor.requires_grad:
             grad = tensor.grad if tensor.is_leaf or tensor.retains_grad else None
             left = None if grad is None else _copied(grad)
@@ -122,7 +133,10 @@ def observe(
             for step, part in enumerate(steps):
                 found["gradient", f"{name} in step {step} of an optimizer"] = part
         found[kind, name] = _copied(tensor)
-    names = {id(tensor): name for _, name, tensor in reached.named()}
+
+
+def _observe_optimizers(found: Observed, reached: Reached, names: dict[int, str]) -> None:
+    """What they keep for each parameter. `names`: of tensors, by their ids."""
     for number, optimizer in enumerate(reached.optimizers):
         before = f"{number}: " if len(reached.optimizers) > 1 else ""
         for parameter, entries in optimizer.state.items():
@@ -130,10 +144,10 @@ def observe(
             for key, part in _named(entries):
                 if isinstance(part, Tensor):
                     found["optimizer state", name + key] = _copied(part)
-    more = [leaf for leaf in others if id(leaf) not in known]
-    for place, leaf in enumerate(more):
-        name = f"of leaf {place} of shape {tuple(leaf.shape)}"
-        found["gradient", name] = None if leaf.grad is None else _copied(leaf.grad)
+
+
+def _observe_chance(found: Observed, reached: Reached) -> None:
+    """The states of what draws random numbers."""
     for generator in (*default_generators(), *reached.generators):
         found["random state", _unused(found, str(generator.device))] = generator.get_state()
     found["random state", "of Python"] = _text(random.getstate())
@@ -141,7 +155,6 @@ def observe(
         found["random state", "of NumPy"] = _text(sys.modules["numpy"].random.get_state())
     for place, drawn in enumerate(reached.drawn()):
         found["random state", f"{place} of the step's own"] = _text(drawn)
-    return found
 
 
 def differences(plain: Observed, other: Observed) -> list[Difference]:

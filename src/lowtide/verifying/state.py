@@ -22,7 +22,7 @@ import torch
 
 from lowtide import _compat
 from lowtide.dryrun.found import DEPTH, Found
-from lowtide.dryrun.putback import RealState
+from lowtide.dryrun.putback import RealState, without_gradients
 from lowtide.verifying import kept
 
 Tensor = torch.Tensor
@@ -111,7 +111,7 @@ class Reached(Found):
             self.tensors += [t for t in group["params"] if id(t) not in known]
 
     def leaves(self) -> list[Tensor]:
-        """Those to which a backward may give gradients."""
+        """The leaves among its tensors, to which a backward may give gradients."""
         return [t for t in (*self.state(), *self.tensors) if t.is_leaf]
 
     def drawn(self) -> list[Any]:
@@ -121,21 +121,13 @@ class Reached(Found):
     @contextmanager
     def from_here(self) -> Iterator[None]:
         """Start without gradients, and leave everything as it was."""
-        leaves = self.leaves()
-        gradients = [leaf.grad for leaf in leaves]
         backs = self._noted()
-        try:
-            for leaf in leaves:
-                leaf.grad = None
-            with RealState(self, whole=True, more=self._program):
-                try:
-                    yield
-                finally:
-                    for back in backs:
-                        back()
-        finally:
-            for leaf, gradient in zip(leaves, gradients, strict=True):
-                leaf.grad = gradient
+        with without_gradients(self.leaves()), RealState(self, whole=True, more=self._program):
+            try:
+                yield
+            finally:
+                for back in backs:
+                    back()
 
     def _noted(self) -> list[kept.Back]:
         """What puts back all but the contents of tensors and the attributes of objects."""

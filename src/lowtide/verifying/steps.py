@@ -10,6 +10,7 @@ the two, which hooks, closures and optimizers do not follow.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import sys
 import threading
@@ -26,6 +27,7 @@ from lowtide import _compat, engine, replay
 from lowtide._compat import fakes
 from lowtide.budget import Budget
 from lowtide.checkpoint import checkpoint
+from lowtide.dryrun.putback import without_gradients
 from lowtide.dryrun.run import refuse_unsized
 from lowtide.dryrun.watching import loss_of
 from lowtide.errors import BudgetError, UsageError
@@ -48,6 +50,7 @@ _EARLIER = (
     "once. Make all of it in the step, or pass what was made before as x.detach().requires_grad_()."
 )
 _GONE = "backward through the graph a second time"  # what torch says of a graph that was used up
+_Alive = dict[int, weakref.ref[Any]]  # tensors by their ids
 _TRIES = 6  # limits, as each refusal names a larger one, which may be refused too
 
 
@@ -194,28 +197,34 @@ class Steps:
         leaves there are that nothing leads to."""
         asked: list[torch.Tensor] = []
         began: list[bool] = []
-        before, thread = _tensors(), threading.get_ident()
-
-        def unknown(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-            known = set(map(id, self._reached.leaves()))
-            there = [leaf for leaf in leaves if leaf.requires_grad and id(leaf) not in known]
-            return [leaf for leaf in there if _was_there(leaf, before)]
-
+        before = _tensors()
         earlier = {t.grad_fn for t in self._reached.tensors if t.grad_fn is not None}
-
-        def beginning(
-            roots: list[torch.Tensor], leaves: list[torch.Tensor], accumulates: bool
-        ) -> None:
-            began.append(accumulates)
-            if _compat.goes_through(roots, earlier):
+        with self._reached.from_here(), contextlib.ExitStack() as hooks:
+            self._meet_optimizers(hooks)
+            for leaf in self._reached.leaves():
+                if leaf.requires_grad:
+                    hook = leaf.register_post_accumulate_grad_hook(asked.append)
+                    hooks.callback(hook.remove)
+            with _compat.before_backwards(functools.partial(self._begins, began, before, earlier)):
+                result = self._call()
+            self._own_backward = bool(asked)
+            asked.clear()
+            loss = None if self._own_backward else loss_of(result)
+            if loss is not None and _compat.goes_through([loss], earlier):
                 raise UsageError(_EARLIER)
-            if accumulates and (missed := unknown(leaves)):
-                raise UsageError(
-                    f"the step runs a backward for {count_of(len(missed), 'tensor')} that verify "
-                    f"does not find (the first of shape {tuple(missed[0].shape)}), so it can "
-                    "neither compare nor put back their gradients. Pass the model to the step as "
-                    "an argument, or have it in a variable that the step names."
-                )
+            missed = [] if loss is None else self._unknown(_compat.leaves_behind([loss]), before)
+            with without_gradients(missed):
+                try:
+                    _run_backward(loss)
+                except RuntimeError as error:
+                    if not began or _GONE not in str(error):  # an error of the step's own
+                        raise
+                    self._own_backward = True  # by torch.autograd.grad: its graph is gone
+        self._reached.tensors += missed
+
+    def _meet_optimizers(self, hooks: contextlib.ExitStack) -> None:
+        """Take in the optimizers that take a step while these hooks are on, and were not found."""
+        thread = threading.get_ident()
 
         def stepping(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if threading.get_ident() != thread and not self._reached.shares_with(optimizer):
@@ -224,33 +233,44 @@ class Steps:
             if back is not None:
                 hooks.callback(back)
 
-        with self._reached.from_here(), contextlib.ExitStack() as hooks:
-            hooks.callback(register_optimizer_step_pre_hook(stepping).remove)
-            for leaf in self._reached.leaves():
-                if leaf.requires_grad:
-                    hook = leaf.register_post_accumulate_grad_hook(asked.append)
-                    hooks.callback(hook.remove)
-            with _compat.before_backwards(beginning):
-                result = self._call()
-            self._own_backward = bool(asked)
-            asked.clear()
-            loss = None if self._own_backward else loss_of(result)
-            if loss is not None and _compat.goes_through([loss], earlier):
-                raise UsageError(_EARLIER)
-            missed = [] if loss is None else unknown(_compat.leaves_behind([loss]))
-            gradients = [leaf.grad for leaf in missed]
-            try:
-                for leaf in missed:
-                    leaf.grad = None
-                _run_backward(loss)
-            except RuntimeError as error:
-                if not began or _GONE not in str(error):  # an error of the step's own
-                    raise
-                self._own_backward = True  # by torch.autograd.grad: its graph is gone
-            finally:
-                for leaf, gradient in zip(missed, gradients, strict=True):
-                    leaf.grad = gradient
-        self._reached.tensors += missed
+        hooks.callback(register_optimizer_step_pre_hook(stepping).remove)
+
+    def _begins(
+        self,
+        began: list[bool],
+        before: _Alive | None,
+        earlier: set[Any],
+        roots: list[torch.Tensor],
+        leaves: list[torch.Tensor],
+        accumulates: bool,
+    ) -> None:
+        """The step begins a backward of its own: note it in `began`, and refuse one that could not
+        be run again, or whose gradients could not be put back.
+
+        Args:
+            began: whether each of its backwards accumulates gradients in leaves.
+            before: the tensors that there were before the step.
+            earlier: autograd's nodes that there were before.
+            roots: where the backward begins.
+            leaves: where it ends.
+            accumulates: whether it accumulates gradients there.
+        """
+        began.append(accumulates)
+        if _compat.goes_through(roots, earlier):
+            raise UsageError(_EARLIER)
+        if accumulates and (missed := self._unknown(leaves, before)):
+            raise UsageError(
+                f"the step runs a backward for {count_of(len(missed), 'tensor')} that verify "
+                f"does not find (the first of shape {tuple(missed[0].shape)}), so it can "
+                "neither compare nor put back their gradients. Pass the model to the step as "
+                "an argument, or have it in a variable that the step names."
+            )
+
+    def _unknown(self, leaves: list[torch.Tensor], before: _Alive | None) -> list[torch.Tensor]:
+        """Those of the leaves that were there before the step, and that nothing has led to."""
+        known = set(map(id, self._reached.leaves()))
+        there = [leaf for leaf in leaves if leaf.requires_grad and id(leaf) not in known]
+        return [leaf for leaf in there if _was_there(leaf, before)]
 
     def _forward(self, *, whole: bool) -> tuple[Any, torch.Tensor | None]:
         """What the step returns, and what its backward begins with, unless the step has run it.
@@ -295,7 +315,7 @@ def _run_backward(loss: torch.Tensor | None) -> list[torch.Tensor]:
     return leaves
 
 
-def _tensors() -> dict[int, weakref.ref[Any]] | None:
+def _tensors() -> _Alive | None:
     """The tensors of the program, by their ids; none of its objects is asked for anything. None
     under torch.distributed, whose libraries hold leaves that stand for parameters."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -304,7 +324,7 @@ def _tensors() -> dict[int, weakref.ref[Any]] | None:
     return {id(tensor): weakref.ref(tensor) for tensor in found}
 
 
-def _was_there(tensor: torch.Tensor, before: dict[int, weakref.ref[Any]] | None) -> bool:
+def _was_there(tensor: torch.Tensor, before: _Alive | None) -> bool:
     """Whether it is one of those of before, or older: of those that `gc.freeze` hides."""
     if before is None:
         return False
