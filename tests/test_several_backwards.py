@@ -607,6 +607,36 @@ def test_forwards_that_fit_into_a_limit_together_are_not_told() -> None:
     assert max(twin_losses(1 << 30, late=False)) < 1 << 30
 
 
+def penalized(limit: int | None) -> int:
+    """Peak of steps with a gradient penalty, in each of which a fitted model is called twice."""
+    net = nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(64, 64), nn.Tanh())))
+    if limit is not None:
+        lowtide.fit(net, limit)
+    real, between = torch.randn(256, 64), torch.randn(256, 64, requires_grad=True)
+
+    def step() -> None:
+        net.zero_grad()
+        (slope,) = torch.autograd.grad(net(between).sum(), between, create_graph=True)
+        (net(real).mean() + slope.square().mean()).backward()
+
+    return max(lowtide.measure(step, device="cpu").peak_bytes for _ in range(3))
+
+
+@pytest.mark.filterwarnings("default::lowtide.errors.UncountedWarning")
+def test_a_forward_after_a_differentiable_backward_of_another_is_told_once() -> None:
+    """What that backward has saved is in memory beside the second forward, and in no step."""
+    plain = penalized(None)
+    with pytest.warns(UncountedWarning, match=r"another forward .*create_graph.* MiB") as told:
+        peak = penalized(int(0.8 * plain))
+    assert peak > int(0.8 * plain)  # what the warning is about
+    assert [warning.filename for warning in told] == [__file__]
+
+
+def test_a_forward_after_a_differentiable_backward_that_fits_is_not_told() -> None:
+    plain = penalized(None)
+    assert penalized(2 * plain) <= 2 * plain
+
+
 def test_a_loss_that_is_left_without_a_backward_is_not_told() -> None:
     net = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(64, 64), nn.GELU())))
     x = torch.randn(256, 64)

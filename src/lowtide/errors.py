@@ -98,7 +98,8 @@ class UncountedWarning(LowtideWarning):
     `torch.autograd.Function`; saved-tensor hooks of the program's own have taken all that a step
     saves; a budget was entered around a backward alone; the forward of a fitted model was replaced,
     the model is trained without it, or it runs inside of another budget or of a region; or several
-    forwards came before one backward, each a step that may take the whole limit."""
+    forwards came before one backward, or the second after a differentiable one of the first, and
+    each is a step that may take the whole limit."""
 
 
 class DryRunWarning(LowtideWarning):

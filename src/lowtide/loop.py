@@ -281,7 +281,7 @@ class Loop:
         decisions.watch_end(decisions.backward_ended)
         if not decisions.begun:
             return
-        self._waiting.backward_begins(self._active)
+        self._waiting.backward_begins(self._active, self.behind.doubled)
         if decisions.event >= 0:
             if decisions.observer is not None and decisions.observer.passed:
                 decisions.starts_over(decisions.observer)

@@ -21,10 +21,11 @@ class Behind:
     def __init__(self) -> None:
         self._known: list[_Step] = []
 
-    def add(self, handles: WeakList[Handle], nbytes: int, dropped: int) -> None:
+    def add(self, handles: WeakList[Handle], nbytes: int, dropped: int, doubled: int) -> None:
         """A step's backward is over, and has kept its graph, which has these handles: it took so
-        many bytes beside what the step still holds, and would hold `dropped` more if it might."""
-        self._known.append(_Step(handles, nbytes, dropped))
+        many bytes beside what the step still holds, and would hold `dropped` more if it might. A
+        differentiable one has `doubled` bytes in memory for the backward through it."""
+        self._known.append(_Step(handles, nbytes, dropped, doubled))
 
     def context_begins(self) -> None:
         """What the steps so far have in memory does not count towards the limit from here on."""
@@ -41,6 +42,11 @@ class Behind:
         """What those of this context would hold more under a larger limit."""
         return sum(step.dropped for step in self._alive())
 
+    @property
+    def doubled(self) -> int:
+        """What is in memory for a backward through those whose own was differentiable."""
+        return sum(step.doubled for step in self._alive())
+
     def _alive(self) -> list[_Step]:
         self._known = [step for step in self._known if step.handles.any()]
         return self._known
@@ -51,3 +57,4 @@ class _Step:
     handles: WeakList[Handle]
     nbytes: int
     dropped: int
+    doubled: int

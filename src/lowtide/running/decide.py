@@ -22,6 +22,10 @@ from lowtide.running.forward import ForwardDecisions
 from lowtide.running.prepared import Prepared
 from lowtide.tape.values import Handle, Operation, Value, WeakList
 
+# What a differentiable backward saves, for each byte that it asks for: that byte, and gradients. Of
+# these there may be two: of a result and of what it was computed from (a tanh of a linear layer).
+_DOUBLED = 3
+
 
 class StepDecisions(ForwardDecisions):
     """Implements `lowtide.tape.tape.Decisions` for one step."""
@@ -34,6 +38,7 @@ class StepDecisions(ForwardDecisions):
     early = False  # an error has ended its forward
     emptied = 0, 0  # parameters taken out of memory since its forward read them, and their bytes
     _began_on = 0  # the thread of backward's first request
+    _differentiable = False  # a backward of it, outside of the context, has `create_graph=True`
 
     def leave_room(self) -> None:
         """A forward that no plan covers has run to its end."""
@@ -137,6 +142,8 @@ class StepDecisions(ForwardDecisions):
         if not self.begun:
             self.begun, self.first = True, handle.sequence
             self._began_on = threading.get_ident()
+            if torch.is_grad_enabled() and _compat.in_backward():  # not read by hand
+                self._differentiable = True
             if recorder is not None:
                 # A backward inside the context is not recorded.
                 recorder.pause(self.backward_failed)
@@ -250,10 +257,11 @@ class StepDecisions(ForwardDecisions):
         self._event[0] = -1
         observer.begins_again()
 
-    def left_behind(self) -> tuple[WeakList[Handle], int, int]:
+    def left_behind(self) -> tuple[WeakList[Handle], int, int, int]:
         """The handles that its backward has left, as it kept its graph; the bytes that this was
-        planned to take beside what the step holds now; and those that autograd has saved and the
-        step does not hold."""
+        planned to take beside what the step holds now; those that autograd has saved and the step
+        does not hold; and, if it was differentiable, about what is in memory for the backward
+        through it, see `_DOUBLED`."""
         peak = self.planned_peak
         if peak is None:
             peak = 0 if self.prepared is None else self.prepared.peak
@@ -262,7 +270,10 @@ class StepDecisions(ForwardDecisions):
         handles, self._handles = self._handles, WeakList()
         saved = {handle.value.number: handle.value for handle in handles.alive()}
         dropped = sum(value.nbytes for value in saved.values() if value.held is None)
-        return handles, max(0, peak - held), dropped
+        doubled = 0
+        if self._differentiable:
+            doubled = _DOUBLED * sum(value.nbytes for number, value in saved.items() if number >= 0)
+        return handles, max(0, peak - held), dropped, doubled
 
     def settle(self, chosen: Sequence[int], peak: int) -> None:
         """Follow `chosen` in this backward: a decision for each value, as in a `Retention`."""
