@@ -20,7 +20,7 @@ import torch
 
 from lowtide.errors import UsageError
 from lowtide.learning.ranks import ranks_of
-from lowtide.limits import format_bytes
+from lowtide.limits import limit_in_words
 from lowtide.loop import Loop
 from lowtide.measure import counted_device
 from lowtide.plans import Plan, limit_of
@@ -163,7 +163,7 @@ def _tell_of_many(limit: int | float, steps: int) -> None:
             "plans the next ones. Make one before the loop, and enter the same object for each "
             "step.",
             _ANEW,
-            format_bytes(limit) if isinstance(limit, int) else f"{limit:g} of the plain peak",
+            limit_in_words(limit),
         )
 
 

@@ -195,6 +195,11 @@ def exact_bytes(nbytes: int) -> str:
     return f"{nbytes} bytes ({format_bytes(nbytes)})"
 
 
+def limit_in_words(limit: int | float) -> str:
+    """A limit as it was given: bytes, or a fraction of the plain peak."""
+    return format_bytes(limit) if isinstance(limit, int) else f"{limit:g} of the plain peak"
+
+
 def format_limit(limit: int | None, fraction: float | None) -> str:
     """A limit as text, in bytes if these are known, else as the fraction that was asked for."""
     if limit is None and fraction is not None:

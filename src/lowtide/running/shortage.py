@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 
-from lowtide.limits import format_bytes
+from lowtide.limits import format_bytes, limit_in_words
 
 _log = logging.getLogger("lowtide")
 
@@ -47,7 +47,7 @@ class Shortage:
             "the device ran out of memory inside of a budget of %s, whose limit was not reached. "
             "From here on its steps are planned for %s (the report's device_room). A limit of no "
             "more than what is free would have done so from the first step on.",
-            format_bytes(limit) if isinstance(limit, int) else f"{limit:g} of the plain peak",
+            limit_in_words(limit),
             format_bytes(self.room),
         )
 
