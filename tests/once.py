@@ -35,7 +35,7 @@ def search_less(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*search, "polish.WORK", *proof):
         module, constant = name.split(".")
         usual = getattr(importlib.import_module(f"lowtide.planner.{module}"), constant)
-        monkeypatch.setattr(f"lowtide.planner.{name}", usual // 20)
+        monkeypatch.setattr(f"lowtide.planner.{name}", usual // 100)
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[], Any]) -> Any:
