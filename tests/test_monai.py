@@ -179,6 +179,7 @@ def test_a_region_that_is_gone_is_none_in_a_copy() -> None:
     assert names[-1] == "model.2"
 
 
+@on_one_recorder  # it is about modules
 @pytest.mark.parametrize("dims", [2, 3])
 def test_torchscript_makes_of_it_what_it_makes_of_a_unet(dims: int) -> None:
     model, plain = build(CheckpointUNet, dims).eval(), build(UNet, dims).eval()
@@ -264,6 +265,7 @@ def peak(model: nn.Module) -> int:
     return measure(lambda: dense_loss(model).backward(), device="cpu").peak_bytes
 
 
+@on_one_recorder  # both record a DenseNet in `test_zoo.py`
 def test_densenet_by_name_pattern(replayed: Callable[[], int]) -> None:
     model, plain = dense(), dense()
     handle = checkpoint_modules(model, "features.denseblock*.denselayer*")
@@ -275,6 +277,7 @@ def test_densenet_by_name_pattern(replayed: Callable[[], int]) -> None:
     assert peak(model) < 0.75 * peak(plain)
 
 
+@on_one_recorder
 def test_densenet_by_budget() -> None:
     reference, model = dense(), dense()
     limit = int(0.8 * peak(dense()))
