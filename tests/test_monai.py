@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
+import importlib
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +15,7 @@ from torch import Tensor, nn
 
 import lowtide
 from against_plain import counted
-from by_hand import same
+from by_hand import absent, same
 from lowtide import replay
 from lowtide.errors import UncountedWarning, UsageError
 from lowtide.measure import measure
@@ -229,20 +226,12 @@ def test_a_subclass_with_other_blocks_is_checkpointed() -> None:
 
 
 @on_one_recorder
-def test_without_monai_the_error_names_the_extra() -> None:
-    code = (
-        "import sys\n"
-        "sys.modules['monai'] = None\n"
-        "try:\n"
-        "    import lowtide.monai\n"
-        "except ImportError as error:\n"
-        "    print(error)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path(lowtide.__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
-    )
-    assert "pip install 'monai>=1.5'" in done.stdout
+def test_without_monai_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        absent("monai", monkeypatch),
+        pytest.raises(ImportError, match=r"pip install 'monai>=1\.5'"),
+    ):
+        importlib.import_module("lowtide.monai")
 
 
 # --- memory-efficient DenseNet ----------------------------------------------------------------
