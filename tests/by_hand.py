@@ -6,6 +6,7 @@ Shared by the tests of regions by module. Imports torch and lowtide; knows no te
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,16 @@ from torch import Tensor, nn
 from lowtide import replay
 from lowtide.errors import UsageError
 from lowtide.modules import checkpoint_modules
+
+
+@contextmanager
+def absent(library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if the library were not installed, and lowtide's file for it not imported yet."""
+    with monkeypatch.context() as without:
+        for name in [library, *(name for name in sys.modules if name.startswith(f"{library}."))]:
+            without.setitem(sys.modules, name, None)
+        without.delitem(sys.modules, f"lowtide.{library}", raising=False)
+        yield
 
 
 class Block(nn.Module):

@@ -29,13 +29,14 @@ FIRST_OF_TWO = (
 on_one_recorder = pytest.mark.skipif(FIRST_OF_TWO, reason="runs with the compiled recorder")
 
 
-def search_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reduce the search for plans, and for what can be proved of them, to a part of the work."""
+def search_less(monkeypatch: pytest.MonkeyPatch, part: int = 20) -> None:
+    """Reduce the search for plans, and for what can be proved of them, to one such part of the
+    work."""
     search, proof = ("search.WORK", "auto.EXCHANGE_WORK"), ("prove.WORK", "prove.COMPILED_WORK")
     for name in (*search, "polish.WORK", *proof):
         module, constant = name.split(".")
         usual = getattr(importlib.import_module(f"lowtide.planner.{module}"), constant)
-        monkeypatch.setattr(f"lowtide.planner.{name}", usual // 20)
+        monkeypatch.setattr(f"lowtide.planner.{name}", usual // part)
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[], Any]) -> Any:

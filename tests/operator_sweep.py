@@ -3,10 +3,10 @@
 Problem: torch's test-only packages permanently freeze its backends' flags and patch scripted
 functions, so a process that imports them cannot run other tests. Invariant: run as a program, it
 prints the results of each sweep as JSON, and judges nothing; with a device as its argument, and
-names of sweeps after it, it does so there. The inputs of an operator have to be
-recomputed, and so have its results, if they are saved. Left out is what raises, has no gradient, or
-varies from run to run without lowtide. Shapes and arguments come from torch's samples. Imports
-`against_plain`.
+names of sweeps after it, it does so there. The inputs of an operator have to be recomputed, and so
+have its results, if they are saved. On the CPU both recorders are compared with one plain run. Left
+out is what raises, has no gradient, or varies from run to run without lowtide. Shapes and arguments
+come from torch's samples. Imports `against_plain`.
 Rejected: a list of operators, which is out of date with the next release.
 """
 
@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import lowtide
 from against_plain import bits, counted, plainly, tape_records
+from lowtide import engine
 
 SAMPLES = 2  # samples per operator: the first and a later one
 DEVICE = "cpu" if __name__ != "__main__" or len(sys.argv) < 2 else sys.argv[1]
@@ -36,6 +37,20 @@ WITHIN = 12  # the number of samples they are chosen from
 UNDETERMINED = {
     "linalg.lstsq",  # LAPACK's last bits depend on where in memory its matrices begin
 }
+
+
+def recorders() -> list[str]:
+    """Both if they can be had; on a device, the one that is used."""
+    if DEVICE != "cpu":
+        return [engine.name()]
+    try:
+        with engine.use("compiled"):
+            return ["python", "compiled"]
+    except lowtide.UsageError:
+        return ["python"]
+
+
+RECORDERS = recorders()
 
 
 def database(name: str) -> Any:
@@ -131,6 +146,7 @@ class Swept:
     def run(
         self, name: str, program: Program, way: Callable[..., Any] = lowtide.checkpoint
     ) -> None:
+        """Compare with the plain program, on each recorder."""
         try:
             expected, warned = program(plainly)
             determined = program(plainly)[0] == expected
@@ -139,27 +155,36 @@ class Swept:
         if not determined:
             self.left_out.add(name)
             return
-        try:
-            with counted() as replayed:
-                found, said = program(way)
-        except Exception as error:  # the plain step has none
-            self.wrong.append(f"{name}: {type(error).__name__}: {error}")
-            return
-        if found != expected:
-            places = [i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if a != b]
-            self.wrong.append(f"{name}: {places} of {len(expected)} differ")
-        elif said - warned:
-            self.wrong.append(f"{name}: {sorted(said - warned)}")
-        elif not replayed.operations:
-            self.wrong.append(f"{name}: nothing was made again")
-        else:
-            self.same.add(name)
+        for recorder in RECORDERS:
+            with engine.use(recorder):
+                wrong = _compared(program, way, expected, warned)
+            if wrong is not None:
+                self.wrong.append(f"{name}: {wrong}")
+                return
+        self.same.add(name)
 
     def told(self) -> dict[str, Any]:
         gc.collect()
         left = tape_records() - self.before
         same, left_out = sorted(self.same), sorted(self.left_out)
         return {"same": same, "left out": left_out, "wrong": self.wrong, "records left": left}
+
+
+def _compared(
+    program: Program, way: Callable[..., Any], expected: list[Any], warned: set[str]
+) -> str | None:
+    """What differs from the plain program."""
+    try:
+        with counted() as replayed:
+            found, said = program(way)
+    except Exception as error:  # the plain step has none
+        return f"{type(error).__name__}: {error}"
+    if found != expected:
+        places = [i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if a != b]
+        return f"{places} of {len(expected)} differ"
+    if said - warned:
+        return f"{sorted(said - warned)}"
+    return None if replayed.operations else "nothing was made again"
 
 
 def spread(samples: Iterator[Any]) -> list[Any]:

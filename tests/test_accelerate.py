@@ -16,12 +16,15 @@ from torch import Tensor, nn
 
 import lowtide
 from by_hand import same
+from once import on_one_recorder
 
 pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import find_executable_batch_size
+
+pytestmark = on_one_recorder  # as the other frameworks
 
 LIMIT = 0.7
 

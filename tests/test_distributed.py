@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
-from gloo import Outcome, Scenario, outcomes_of, run_as_rank
+from gloo import SHARDING, Outcome, Scenario, outcomes_of, run_ranks
 from lowtide import _compat
 from lowtide.errors import LowtideError, ReplayError
 from once import FIRST_OF_TWO, on_one_recorder
@@ -798,4 +798,5 @@ def test_a_collective_runs_once(outcomes: list[dict[str, Outcome]], talk: str, h
 if __name__ == "__main__":
     # From the first DTensor on, the Python recorder alone records.
     with_dtensors = (parallel_scenarios, fsdp_scenarios, compiled_scenarios, verified_scenarios)
-    run_as_rank(ddp_scenarios, collective_scenarios, *(() if FIRST_OF_TWO else with_dtensors))
+    groups, needs = ((), ()) if FIRST_OF_TWO else (with_dtensors, SHARDING)
+    run_ranks(ddp_scenarios, collective_scenarios, *groups, needs=needs)

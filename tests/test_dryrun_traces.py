@@ -25,9 +25,10 @@ VERBS: dict[str, Callable[..., Any]] = {
     "saved_tensors": lowtide.saved_tensors,
     "fit": lambda model, x: lowtide.fit(model, 1.0, example=x).remove(),
 }
-# What keeps a tensor is looked for among the objects that the collector knows, frozen ones not. A
-# dry run has a recorder of its own, whatever the engine is.
-pytestmark = [pytest.mark.usefixtures("thawed"), on_one_recorder]
+pytestmark = on_one_recorder  # a dry run has a recorder of its own, whatever the engine is
+
+# What keeps a tensor is looked for among the objects that the collector knows, frozen ones not.
+among_all = pytest.mark.usefixtures("thawed")
 
 every_verb = pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
 
@@ -63,47 +64,51 @@ def test_a_tensor_that_torch_writes_for_real_is_put_back(verb: Callable[..., Any
         assert tensor._version == version  # between a forward and its backward, it may be saved
 
 
-class Caching(nn.Module):
-    """Keeps what it makes in caches, and in containers and objects inside its attributes."""
+def caching() -> Any:
+    """Its class, made anew: not frozen, it is found without a walk over all that was imported."""
 
-    class Memory:
+    class Caching(nn.Module):
+        """Keeps what it makes in caches, and in containers and objects inside its attributes."""
+
+        class Memory:
+            def __init__(self) -> None:
+                self.keys: list[Tensor] = []
+                self.last: Tensor | None = None
+
         def __init__(self) -> None:
-            self.keys: list[Tensor] = []
-            self.last: Tensor | None = None
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.memory = self.Memory()
+            self.recent: deque[Tensor] = deque(maxlen=2)
+            self.nested: dict[str, list[Tensor]] = {"seen": []}
+            self.sizes: set[int] = set()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.memory = self.Memory()
-        self.recent: deque[Tensor] = deque(maxlen=2)
-        self.nested: dict[str, list[Tensor]] = {"seen": []}
-        self.sizes: set[int] = set()
+        @staticmethod
+        @functools.cache
+        def mask(size: int) -> Tensor:
+            return torch.ones(size, size).tril()
 
-    @staticmethod
-    @functools.cache
-    def mask(size: int) -> Tensor:
-        return torch.ones(size, size).tril()
+        @staticmethod
+        @functools.lru_cache(maxsize=4)
+        def tables(size: int) -> tuple[Tensor, list[Tensor]]:
+            return torch.arange(size) + 1.0, [torch.full((size,), 0.5)]
 
-    @staticmethod
-    @functools.lru_cache(maxsize=4)
-    def tables(size: int) -> tuple[Tensor, list[Tensor]]:
-        return torch.arange(size) + 1.0, [torch.full((size,), 0.5)]
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            self.memory.keys.append(y.detach())
+            self.memory.last = y
+            self.recent.append(y.detach())
+            self.nested["seen"].append(y.detach())
+            self.sizes.add(len(x))
+            scale, (shift,) = self.tables(4)
+            return (self.mask(4) @ (y * scale + shift)).tanh()
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x)
-        self.memory.keys.append(y.detach())
-        self.memory.last = y
-        self.recent.append(y.detach())
-        self.nested["seen"].append(y.detach())
-        self.sizes.add(len(x))
-        scale, (shift,) = self.tables(4)
-        return (self.mask(4) @ (y * scale + shift)).tanh()
+    return Caching
 
 
 @every_verb
 def test_what_a_step_keeps_is_not_fake_afterwards(verb: Callable[..., Any]) -> None:
-    Caching.mask.cache_clear()
-    Caching.tables.cache_clear()
+    Caching = caching()
     model, x = Caching(), torch.ones(4, 4)
     verb(model, x)
     assert (model.memory.keys, model.memory.last, model.sizes) == ([], None, set())
@@ -116,13 +121,14 @@ def test_what_a_step_keeps_is_not_fake_afterwards(verb: Callable[..., Any]) -> N
 
 
 def test_a_cache_that_kept_nothing_fake_stays() -> None:
-    Caching.mask.cache_clear()
+    Caching = caching()
     model, x = Caching(), torch.ones(4, 4)
     mask = Caching.mask(4)
     lowtide.plan(model, x)
     assert Caching.mask(4) is mask
 
 
+@among_all
 def test_fake_tensors_that_cannot_be_removed_are_named() -> None:
     layer = nn.Linear(4, 4)
 
@@ -140,6 +146,7 @@ def test_fake_tensors_that_cannot_be_removed_are_named() -> None:
         lowtide.plan(layer, torch.ones(2, 4))
 
 
+@among_all
 def test_what_another_thread_is_about_to_release_is_not_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -162,6 +169,7 @@ def test_what_another_thread_is_about_to_release_is_not_kept(
     assert not _kept
 
 
+@among_all
 def test_a_real_step_between_forward_and_backward_leaves_no_trace() -> None:
     def trained(between: Callable[[nn.Module, Tensor], Any]) -> list[Tensor | None]:
         torch.manual_seed(0)
@@ -188,6 +196,7 @@ def _nothing(model: nn.Module, x: Tensor) -> None:
     pass
 
 
+@among_all
 @pytest.mark.filterwarnings("ignore::lowtide.errors.DryRunWarning")
 def test_a_buffer_that_a_real_step_resizes_has_its_size_again() -> None:
     """An observer of the ranges of channels has no channels before its first step."""
@@ -211,6 +220,7 @@ def test_a_buffer_that_a_real_step_resizes_has_its_size_again() -> None:
     assert model[1].highest.shape == (8,)
 
 
+@among_all
 @pytest.mark.filterwarnings("ignore::lowtide.errors.DryRunWarning")
 def test_what_keeps_many_tensors_is_found_in_a_few_walks_over_the_heap(
     monkeypatch: pytest.MonkeyPatch,

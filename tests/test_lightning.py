@@ -6,10 +6,8 @@ Rules of docs/semantics.md are cited by number.
 from __future__ import annotations
 
 import copy
+import importlib
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from by_hand import same
+from by_hand import absent, same
 from lowtide.budget import Budget
 from lowtide.errors import BudgetError, CompiledWarning, UsageError
 from lowtide.step import current_recorder
@@ -427,17 +425,9 @@ def test_a_compiled_module_runs_eagerly_and_says_so(
     assert same([*module.seen, *module.state_dict().values()], expected[:-1])
 
 
-def test_without_lightning_the_error_names_the_extra() -> None:
-    code = (
-        "import sys\n"
-        "sys.modules['lightning'] = None\n"
-        "try:\n"
-        "    import lowtide.lightning\n"
-        "except ImportError as error:\n"
-        "    print(error)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path(lowtide.__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
-    )
-    assert "pip install 'lightning>=2.5'" in done.stdout
+def test_without_lightning_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        absent("lightning", monkeypatch),
+        pytest.raises(ImportError, match=r"pip install 'lightning>=2\.5'"),
+    ):
+        importlib.import_module("lowtide.lightning")

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
+import importlib
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +15,7 @@ from torch import Tensor, nn
 
 import lowtide
 from against_plain import counted
-from by_hand import same
+from by_hand import absent, same
 from lowtide import replay
 from lowtide.errors import UncountedWarning, UsageError
 from lowtide.measure import measure
@@ -179,6 +176,7 @@ def test_a_region_that_is_gone_is_none_in_a_copy() -> None:
     assert names[-1] == "model.2"
 
 
+@on_one_recorder  # it is about modules
 @pytest.mark.parametrize("dims", [2, 3])
 def test_torchscript_makes_of_it_what_it_makes_of_a_unet(dims: int) -> None:
     model, plain = build(CheckpointUNet, dims).eval(), build(UNet, dims).eval()
@@ -228,20 +226,12 @@ def test_a_subclass_with_other_blocks_is_checkpointed() -> None:
 
 
 @on_one_recorder
-def test_without_monai_the_error_names_the_extra() -> None:
-    code = (
-        "import sys\n"
-        "sys.modules['monai'] = None\n"
-        "try:\n"
-        "    import lowtide.monai\n"
-        "except ImportError as error:\n"
-        "    print(error)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path(lowtide.__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
-    )
-    assert "pip install 'monai>=1.5'" in done.stdout
+def test_without_monai_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        absent("monai", monkeypatch),
+        pytest.raises(ImportError, match=r"pip install 'monai>=1\.5'"),
+    ):
+        importlib.import_module("lowtide.monai")
 
 
 # --- memory-efficient DenseNet ----------------------------------------------------------------
@@ -264,6 +254,7 @@ def peak(model: nn.Module) -> int:
     return measure(lambda: dense_loss(model).backward(), device="cpu").peak_bytes
 
 
+@on_one_recorder  # both record a DenseNet in `test_zoo.py`
 def test_densenet_by_name_pattern(replayed: Callable[[], int]) -> None:
     model, plain = dense(), dense()
     handle = checkpoint_modules(model, "features.denseblock*.denselayer*")
@@ -275,6 +266,7 @@ def test_densenet_by_name_pattern(replayed: Callable[[], int]) -> None:
     assert peak(model) < 0.75 * peak(plain)
 
 
+@on_one_recorder
 def test_densenet_by_budget() -> None:
     reference, model = dense(), dense()
     limit = int(0.8 * peak(dense()))

@@ -3,7 +3,8 @@
 Problem: the other tests reach the operators that models use; the promise is about all of them.
 Invariant: a program in which nothing is recomputed fails, so no sweep passes by keeping everything;
 counts are lower bounds, as each release has different operators. The sweeps run in a process of
-their own because of what they import. Rejected: one test per operator, a thousand of them.
+their own because of what they import, once for both recorders. Rejected: one test per operator, a
+thousand of them.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from typing import Any
 
 import pytest
 
-from once import made_once
+from once import made_once, on_one_recorder
 
 TESTS = Path(__file__).parent
+
+pytestmark = on_one_recorder  # the sweeps are of both
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
-from gloo import Outcome, Scenario, outcomes_of, run_as_rank
+from gloo import SHARDING, Outcome, Scenario, outcomes_of, run_ranks
 from lowtide.errors import BudgetError, UsageError
 from lowtide.learning.ranks import Known, merged, together
 from lowtide.observing.observer import Observer
@@ -584,4 +584,4 @@ def test_a_group_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 if __name__ == "__main__":
-    run_as_rank(alike_scenarios, ddp_scenarios, fsdp_scenarios)
+    run_ranks(alike_scenarios, ddp_scenarios, fsdp_scenarios, needs=SHARDING)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
-from gloo import Outcome, Scenario, outcomes_of, run_as_rank
+from gloo import SHARDING, Outcome, Scenario, outcomes_of, run_ranks
 from once import on_one_recorder
 from test_distributed import (
     HOWS,
@@ -208,4 +208,5 @@ def test_pipeline(outcomes: list[dict[str, Outcome]], schedule: str, how: str) -
 
 
 if __name__ == "__main__":
-    run_as_rank(fsdp1_scenarios, more_fsdp1_scenarios, pipeline_scenarios)
+    needs = (*SHARDING, "torch.distributed.pipelining")
+    run_ranks(fsdp1_scenarios, more_fsdp1_scenarios, pipeline_scenarios, needs=needs)

@@ -11,7 +11,11 @@ from types import ModuleType
 
 import pytest
 
+from once import on_one_recorder
+
 ROOT = Path(__file__).resolve().parents[1]
+
+pytestmark = on_one_recorder  # it records nothing
 
 
 def script() -> ModuleType:

@@ -7,9 +7,7 @@ cited by number.
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from by_hand import same
+from by_hand import absent, same
 from lowtide.errors import BudgetError, UsageError
 from lowtide.policies import KeepProducts
 from once import on_one_recorder
@@ -463,17 +461,9 @@ def test_a_copy_of_an_enabled_model_is_plain() -> None:
     assert set(vars(copied)) == set(vars(llama()))
 
 
-def test_without_transformers_the_error_names_the_extra() -> None:
-    code = (
-        "import sys\n"
-        "sys.modules['transformers'] = None\n"
-        "try:\n"
-        "    import lowtide.transformers\n"
-        "except ImportError as error:\n"
-        "    print(error)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path(lowtide.__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
-    )
-    assert "pip install 'transformers>=5.0'" in done.stdout
+def test_without_transformers_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        absent("transformers", monkeypatch),
+        pytest.raises(ImportError, match=r"pip install 'transformers>=5\.0'"),
+    ):
+        importlib.import_module("lowtide.transformers")

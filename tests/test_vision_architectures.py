@@ -20,13 +20,17 @@ from torch import Tensor, nn
 import lowtide
 from by_hand import same
 from lowtide.errors import UsageError
+from once import on_one_recorder
 
 LIBRARY = "vision_architectures"
 HOME = f"{LIBRARY}.utils.activation_checkpointing"
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec(LIBRARY) is None, reason="vision_architectures is not installed"
-)
+pytestmark = [
+    on_one_recorder,  # as the other frameworks
+    pytest.mark.skipif(
+        importlib.util.find_spec(LIBRARY) is None, reason="vision_architectures is not installed"
+    ),
+]
 
 
 def library(theirs: bool) -> Callable[[str], Any]:

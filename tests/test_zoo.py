@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from harness import Compute, Entry, Method, Trace, assert_same, plain, run_steps
-from once import FIRST_OF_TWO, FULL, on_one_recorder
+from once import FIRST_OF_TWO, FULL, on_one_recorder, search_less
 from ways import budgeted, whole_step_checkpoint, within
 from zoo import BY_MODULE, CASES, LIBRARIES, one_of_many
 from zoo.case import Batch, Case
@@ -35,6 +35,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning"),
     *([pytest.mark.full_search] if FULL else []),
 ]
+
+
+@pytest.fixture(autouse=True)
+def shortest_search(short_search: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any plan will do here: the bits are the same under all."""
+    if not FULL:
+        search_less(monkeypatch, 10)  # once more
 
 
 def chosen(keep: Callable[[Case], bool] = lambda case: True) -> pytest.MarkDecorator:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 
-from once import on_one_recorder
+from once import FULL, on_one_recorder, search_less
 
 from .driver import TOOLS, Namespace, compare, direct, run
 from .programs import load, programs
@@ -45,6 +45,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def shortest_search(short_search: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any plan will do here: the bits are the same under all."""
+    if not FULL:
+        search_less(monkeypatch, 10)  # once more
 
 
 # -- lowtide

@@ -8,6 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.planner.flow import INFINITE, Network
+from once import on_one_recorder
+
+pytestmark = on_one_recorder  # it records nothing
 
 
 def test_two_paths() -> None:

@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 
 from lowtide.planner import HOLD, Graph, simulate
 from lowtide.planner.resume import forward_over, from_held, settled_in, with_margin
+from once import on_one_recorder
+
+pytestmark = on_one_recorder  # it records nothing
 
 
 def stopped(seed: int, *, cut: bool = False) -> tuple[Graph, set[int], random.Random]:

@@ -16,6 +16,9 @@ from lowtide.learning.learned import Learned
 from lowtide.observing.seen import Seen
 from lowtide.planner import HOLD, NEVER, Event, Graph, OpNode, Simulator, ValueNode, simulate
 from lowtide.planner.simulate import ABSENT, REPLAY_OVERHEAD
+from once import on_one_recorder
+
+pytestmark = on_one_recorder  # it records nothing
 
 
 def line(*, workspace: int = 0, pinned: bool = False) -> Graph:

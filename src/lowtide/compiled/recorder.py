@@ -32,7 +32,7 @@ def recorder_class(core: Any) -> type[Recorder]:
     _compat.never_compiled(unpacked_here)
     core.unpack_through(unpacked_here)
 
-    class CompiledRecorder(core.State, Recorder):  # type: ignore[misc]
+    class CompiledRecorder(core.State, Recorder):  # type: ignore[misc, no-any-unimported]
         """Sees operators through a boxed fallback instead of a dispatch mode."""
 
         headroom: Any  # `core.Headroom` of a step that goes alone, or None
