@@ -172,9 +172,26 @@ def turned(x: Tensor) -> Tensor:
     return (y * z.t_().mT.cos_()).exp().sum() + spectrum.abs().sum() + part.exp().sum()
 
 
+def padded(x: Tensor) -> Tensor:
+    """More lists of integers than the records of one operator share, and some of them again."""
+    pieces = [F.pad(x, (n, 12 - n)).sin() for n in (*range(13), 3, 12, 3)]
+    return torch.stack(pieces).sum()
+
+
 CASES: dict[str, Callable[[Tensor], Tensor]] = {
     f.__name__: f
-    for f in (lists, in_place, random, views, in_bfloat16, without_grad, constants, outs, turned)
+    for f in (
+        lists,
+        in_place,
+        random,
+        views,
+        in_bfloat16,
+        without_grad,
+        constants,
+        outs,
+        turned,
+        padded,
+    )
 }
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "batch norm": lambda: nn.Sequential(

@@ -32,7 +32,9 @@ _HERE = Path(__file__).parent
 CPU_HEADERS = (_HERE / "cpu" / "nodes.h", _HERE / "cpu" / "pages.h")
 # No fused multiply-add: the planner's seconds must have the bits that Python computes.
 _EXACT = "-ffp-contract=off"
-_FLAGS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", _EXACT, "-w")
+# As torch itself is built: without it, its headers check at each call what torch has to keep to.
+_AS_TORCH = "-DNDEBUG"
+_FLAGS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", _EXACT, _AS_TORCH, "-w")
 
 
 class BuildError(RuntimeError):

@@ -28,13 +28,31 @@ struct Fact {
   PyObject* name;
   bool view, ambient, lazy_bits, opaque, random, blank, constant, placing, chunks, makes, fills_saved;
   bool tried_out;                  // not replayed while cuDNN tries its kernels out
+  bool brief = false;              // takes short on little: draws from no generator, and is no factory
   bool always_trains = false;
   int mean = -1, variance = -1, training = -1;  // positions of running statistics and the training flag
   int generator = -1;                           // where it takes a generator, or `taker` does
   std::optional<c10::OperatorHandle> taker;     // the overload that takes one, if it takes none
   int non_blocking = -1, target = -1;           // for a copy: positions of that flag and of the target
   std::vector<int> writes, fills;               // positions of arguments
+  mutable c10::SmallVector<c10::IValue, 4> lists;  // see `shared_list`; needs the GIL
 };
+
+// A list of integers with the items of this one, which other records of the operator have too: strides and
+// paddings are few, and torch makes a list for each call, which would be freed long after, one by one.
+inline const c10::IValue& shared_list(const Fact& fact, const c10::IValue& list) {
+  constexpr size_t MOST = 8;
+  auto items = list.toListRef();
+  auto same = [](const c10::IValue& one, const c10::IValue& other) {
+    return one.isInt() && other.isInt() && one.toInt() == other.toInt();
+  };
+  for (const c10::IValue& known : fact.lists) {
+    auto others = known.toListRef();
+    if (std::equal(items.begin(), items.end(), others.begin(), others.end(), same)) return known;
+  }
+  if (fact.lists.size() < MOST) fact.lists.push_back(list);
+  return list;
+}
 
 inline bool contains(const std::vector<int>& places, int place) {
   return std::find(places.begin(), places.end(), place) != places.end();
@@ -73,6 +91,7 @@ inline const Fact* learn(const c10::OperatorHandle& op) {
   Fact fact{facts.ptr(),    interned_name,  flag("view"),   flag("ambient"), flag("lazy_bits"), flag("opaque"),
             flag("random"), flag("blank"),  flag("constant"), flag("placing"), flag("chunks"),
             flag("makes"),  !facts.attr("fills_saved").is_none(), flag("tried_out")};
+  fact.brief = !fact.random && !fact.blank && !fact.constant;
   if (!facts.attr("statistics").is_none()) {
     std::tie(fact.mean, fact.variance, fact.training) =
         facts.attr("statistics").cast<std::tuple<int, int, int>>();

@@ -167,13 +167,25 @@ inline at::Tensor replayed(
   return base;
 }
 
+// Whether a node is one of Python's, whose class torch does not export. A node unpacks all that it has saved
+// one after the other, so the last class is mostly the next one. Needs the GIL.
+inline bool is_python_node(const torch::autograd::Node& node) {
+  static const std::type_info* last = nullptr;
+  static bool answer = false;
+  const std::type_info& type = typeid(node);
+  if (&type != last) {
+    answer = std::strstr(type.name(), "PyNode") != nullptr;
+    last = &type;
+  }
+  return answer;
+}
+
 // Whether a custom backward runs that may return `tensor` as the first gradient of a leaf, as it is.
 inline bool may_be_a_gradient(const at::Tensor& tensor) {
   if (c10::GradMode::is_enabled()) return false;
   auto node = torch::autograd::get_current_node();
   auto* running = node.get();
-  // torch does not export the class of its Python nodes
-  if (running == nullptr || std::strstr(typeid(*running).name(), "PyNode") == nullptr) return false;
+  if (running == nullptr || !is_python_node(*running)) return false;
   for (const torch::autograd::Edge& edge : node->next_edges()) {
     auto* following = dynamic_cast<torch::autograd::AccumulateGrad*>(edge.function.get());
     if (following == nullptr || following->variable.grad().defined()) continue;

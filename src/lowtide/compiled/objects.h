@@ -115,8 +115,9 @@ inline void give_up(PyObject* object) {
   if (object == nullptr) return;
   if (Py_REFCNT(object) > 1) return Py_DECREF(object);
   if (waiting != nullptr) return waiting->push_back(object);
-  Waiting all{object};
+  Waiting all;
   waiting = &all;
+  Py_DECREF(object);
   while (!all.empty()) Py_DECREF(all.pop_back_val());
   waiting = nullptr;
 }

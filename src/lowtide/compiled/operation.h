@@ -54,12 +54,18 @@ struct TensorList {
   bool optional;  // its items may be missing
 };
 
+template <class T>
+using Few = std::vector<T, PythonMemory<T>>;
+
 // What most operations do not have.
 struct Rare {
-  std::vector<TensorList> lists;
-  std::vector<Write> writes;
-  std::vector<int32_t> numbers;  // arguments that were Python numbers in place of a tensor
+  Few<TensorList> lists;
+  Few<Write> writes;
+  Few<int32_t> numbers;  // arguments that were Python numbers in place of a tensor
   Drawn drawn;  // if the operation draws
+
+  static void* operator new(size_t) { return PythonMemory<Rare>().allocate(1); }
+  static void operator delete(void* rare) { PyObject_Free(rare); }
 };
 
 struct Operation : Record {
@@ -78,7 +84,7 @@ struct Operation : Record {
   bool grad_mode = false;
   c10::ScalarType default_dtype = c10::ScalarType::Undefined;
   c10::OperatorHandle op;
-  std::vector<c10::IValue, PythonMemory<c10::IValue>> arguments;  // exactly as many as there are
+  Few<c10::IValue> arguments;  // exactly as many as there are
   c10::SmallVector<Input, 3> inputs;
   c10::SmallVector<Output, 1> outputs;
   std::unique_ptr<Rare> more;

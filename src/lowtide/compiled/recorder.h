@@ -59,7 +59,7 @@ inline bool run_recorded(
   const c10::IValue* values = stack->data() + stack->size() - count;
   bool statistics = trains(fact, values);
   if (statistics && may_read_moved(fact, values, count)) return false;
-  std::vector<Written> written;
+  Writing written;
   auto* made = new_record<Operation>(operation_type, op, &fact);
   Owned owner(object_of(made));
   if (!find_written(state, fact, op.schema(), fact.writes, values, written, false)) return false;
@@ -70,7 +70,7 @@ inline bool run_recorded(
     again = statistics || can_be_made(fact, made, written);
   }
   if (statistics) {
-    std::vector<int> places;
+    c10::SmallVector<int, 2> places;
     for (int place : {fact.mean, fact.variance}) {
       if (!contains(fact.writes, place)) places.push_back(place);
     }
@@ -112,6 +112,7 @@ inline bool run_recorded(
   }
   for (const Written& each : written) overwriting(each.entry(), each.hidden);
   size_t below = stack->size() - count;
+  bool keeps_gil = again && fact.brief && is_short(c10::ArrayRef<c10::IValue>(*stack).slice(below));
   // The arguments: for decisions that look at them if the step leaves its plan, and to try again.
   c10::SmallVector<c10::IValue, 8> before;
   if (state->asks && again) before.append(stack->end() - static_cast<long>(count), stack->end());
@@ -121,9 +122,10 @@ inline bool run_recorded(
   for (int attempt = 0;; ++attempt) {
     std::exception_ptr failed;
     try {
-      WithoutGil released;
-      std::optional<DrawsFromCopy> draw;
       bool python = keys.has(c10::DispatchKey::Python);  // a mode or a wrapper below, which may draw itself
+      std::optional<WithoutGil> released;
+      if (!keeps_gil || python) released.emplace();
+      std::optional<DrawsFromCopy> draw;
       if (fact.random && again && !python && takes_a_copy(&fact, made->rare().drawn)) {
         draw.emplace(made->own_rare().drawn);
         run_below(given(fact, op, *stack, below, draw->own()), keys, stack);

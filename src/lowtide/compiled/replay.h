@@ -12,7 +12,6 @@
 #include <ATen/ScalarOps.h>
 
 #include <algorithm>
-#include <unordered_map>
 #include <unordered_set>
 
 namespace lowtide {
@@ -93,9 +92,9 @@ class Replay {
         run_rare(op.get(), switches);
       }
     }
-    auto found = live_.find(value_);
-    if (found == live_.end() || !found->second.defined()) lost(value_, Py_None);
-    return found->second;
+    const at::Tensor* found = live(value_);
+    if (found == nullptr) lost(value_, Py_None);
+    return *found;
   }
 
   Owned operations() const {
@@ -107,10 +106,17 @@ class Replay {
   }
 
  private:
-  using Results = std::vector<std::pair<Owned, at::Tensor>>;  // values made, and what they are
+  using Results = c10::SmallVector<std::pair<Owned, at::Tensor>, 2>;  // values made, and what they are
+  using Tensors = c10::SmallVector<at::Tensor, 2>;
+
+  // What is known of a value while the replay runs.
+  struct Temporary {
+    int readers = 0;    // operations that have yet to read it
+    at::Tensor tensor;  // once it was made, for as long as it is read
+  };
 
   void find_closure() {
-    std::unordered_set<PyObject*> found;
+    ska::flat_hash_set<PyObject*> found;
     std::vector<std::pair<Value*, PyObject*>> stack{{value_, nullptr}};
     while (!stack.empty()) {
       auto [wanted, reader] = stack.back();
@@ -129,15 +135,20 @@ class Replay {
   }
 
   void count_readers() {
-    readers_[value_] = 1;
+    values_.reserve(2 * operations_.size());
+    values_[value_].readers = 1;
     for (const Owned& op : operations_) {
-      each_input(op.get(), [&](Value* value) { ++readers_[value]; });
+      each_input(op.get(), [&](Value* value) { ++values_[value].readers; });
     }
   }
 
+  const at::Tensor* live(Value* value) const {
+    auto found = values_.find(value);
+    return found != values_.end() && found->second.tensor.defined() ? &found->second.tensor : nullptr;
+  }
+
   const at::Tensor& base_of(Value* value, const Operation* op) {
-    auto found = live_.find(value);
-    if (found != live_.end()) return found->second;
+    if (const at::Tensor* made = live(value)) return *made;
     const at::Tensor* held = in_memory(value);
     if (held == nullptr) {
       lost(value, ref_read_by(object_of(const_cast<Operation*>(op)), value).get());
@@ -157,8 +168,9 @@ class Replay {
 
   void run_compiled(Operation* op, PyObject* switches) {
     if (!as_recorded(op, switches)) return run_rare(object_of(op), switches);
-    std::vector<at::Tensor> written;
-    Stack stack = arguments_of(op, written);
+    Tensors written;
+    Stack& stack = stack_;
+    find_arguments(op, stack, written);
     c10::GradMode::set_enabled(op->grad_mode);
     {
       static const Drawn nothing;
@@ -169,7 +181,8 @@ class Replay {
       RestoredThreads threads(op->threads);
       RestoredFlushing flushing(op->flushes);
       RestoredCasting casting(op->casting);
-      WithoutGil released;
+      std::optional<WithoutGil> released;
+      if (op->stream != nullptr || !op->fact->brief || !is_short(stack)) released.emplace();
       called.callBoxed(&stack);
     }
     Results made;
@@ -188,8 +201,8 @@ class Replay {
   }
 
   // The arguments; adds to `written` what the operation is about to write, in the order of its writes.
-  Stack arguments_of(const Operation* op, std::vector<at::Tensor>& written) {
-    Stack stack(op->arguments.begin(), op->arguments.end());
+  void find_arguments(const Operation* op, Stack& stack, Tensors& written) {
+    stack.assign(op->arguments.begin(), op->arguments.end());
     const Rare& rare = op->rare();
     for (const Write& write : rare.writes) written.push_back(private_base(op, op->inputs[write.input]));
     auto input = op->inputs.begin();
@@ -227,7 +240,6 @@ class Replay {
       }
       ++list;
     }
-    return stack;
   }
 
   static at::Tensor fresh(const Input& input) {
@@ -238,13 +250,13 @@ class Replay {
   // As `_private`: memory for the operation to write, with the content that it is going to change.
   at::Tensor private_base(const Operation* op, const Input& input) {
     if (input.value == nullptr) return fresh(input);
-    auto found = live_.find(input.value);
-    if (found != live_.end() && !input.value->held.is_same(found->second)) {
+    const at::Tensor* made = live(input.value);
+    if (made != nullptr && !input.value->held.is_same(*made)) {
       auto here = std::count_if(op->inputs.begin(), op->inputs.end(), [&](const Input& other) {
         return other.value == input.value;
       });
-      if (readers_[input.value] == here) {
-        return found->second;  // a temporary of this replay, which no later operation reads
+      if (values_[input.value].readers == here) {
+        return *made;  // a temporary of this replay, which no later operation reads
       }
     }
     const at::Tensor& base = base_of(input.value, op);
@@ -271,12 +283,11 @@ class Replay {
   void run_rare(PyObject* op, PyObject* switches) {
     Owned live(checked(PyDict_New())), readers(checked(PyDict_New()));
     each_input(op, [&](Value* value) {
-      auto found = live_.find(value);
-      if (found != live_.end()) {
-        Owned tensor(checked(THPVariable_Wrap(found->second)));
+      if (const at::Tensor* made = this->live(value)) {
+        Owned tensor(checked(THPVariable_Wrap(*made)));
         PyDict_SetItem(live.get(), object_of(value), tensor.get());
       }
-      Owned count(PyLong_FromLong(readers_[value]));
+      Owned count(PyLong_FromLong(values_[value].readers));
       PyDict_SetItem(readers.get(), object_of(value), count.get());
     });
     Owned mode(checked(PyObject_GetAttrString(op, "grad_mode")));
@@ -295,12 +306,13 @@ class Replay {
   // An operation is done: free what it was the last to read; keep what it made if that is needed.
   void done(PyObject* op, Results& made) {
     each_input(op, [&](Value* value) {
-      if (--readers_[value] == 0) live_.erase(value);
+      Temporary& known = values_[value];
+      if (--known.readers == 0) known.tensor.reset();
     });
     for (auto& [owner, tensor] : made) {
       Value* value = value_of(owner.get());
-      auto left = readers_.find(value);
-      if (left != readers_.end() && left->second > 0) live_[value] = tensor;
+      auto left = values_.find(value);
+      if (left != values_.end() && left->second.readers > 0) left->second.tensor = tensor;
       if (!value->held.defined() && retained(value)) {
         value->version = version_of(tensor);
         value->held = tensor;
@@ -358,8 +370,8 @@ class Replay {
   bool of_region_;
   std::unordered_set<Value*> based_;  // made from what a policy keeps, and not held
   std::vector<Owned> operations_;
-  std::unordered_map<Value*, int> readers_;
-  std::unordered_map<Value*, at::Tensor> live_;
+  ska::flat_hash_map<Value*, Temporary> values_;
+  Stack stack_;  // of the operation that runs
 };
 
 }  // namespace lowtide

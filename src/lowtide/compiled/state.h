@@ -7,8 +7,9 @@
 // any of it.
 #pragma once
 
-#include "table.h"
+#include "gil.h"
 #include "operation_types.h"
+#include "table.h"
 
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
@@ -56,16 +57,6 @@ inline bool records_forward(PyObject* recorder) {
   auto* state = as<State>(recorder);
   return !state->paused && is_none(state->next_step);
 }
-
-struct Gil {
-  PyGILState_STATE state = PyGILState_Ensure();
-  ~Gil() { PyGILState_Release(state); }
-};
-
-struct WithoutGil {
-  PyThreadState* state = PyEval_SaveThread();
-  ~WithoutGil() { PyEval_RestoreThread(state); }
-};
 
 inline void run_below(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, KEY), stack);

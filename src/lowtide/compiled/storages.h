@@ -284,6 +284,7 @@ inline bool encode(
       op->arguments.emplace_back();
     } else if (value.isTensorList() || value.isOptionalTensorList()) {
       auto items = value.toListRef();
+      op->inputs.reserve(op->inputs.size() + items.size());
       for (size_t item = 0; item < items.size(); ++item) {
         if (!items[item].isTensor() || !items[item].toTensor().defined()) continue;
         const at::Tensor& tensor = items[item].toTensor();
@@ -295,6 +296,8 @@ inline bool encode(
       op->arguments.emplace_back();
     } else if (value.isGenericDict() || value.isTuple() || value.isObject() || value.isStorage()) {
       return false;
+    } else if (value.isIntList()) {
+      op->arguments.push_back(shared_list(fact, value));
     } else {
       op->arguments.push_back(value);
     }

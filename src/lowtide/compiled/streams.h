@@ -37,6 +37,7 @@ inline std::optional<c10::Stream> stream_of(const Stack& stack, size_t count) {
       named = value.toDevice();
     } else if (value.isList()) {
       for (const c10::IValue& item : value.toListRef()) {
+        if (item.isInt()) break;  // none of its items is a tensor
         if (!found && item.isTensor()) found = device_of(item.toTensor());
       }
     }

@@ -11,10 +11,16 @@
 
 namespace lowtide {
 
+using Entries = ska_ordered::order_preserving_flat_hash_map<int64_t, Entry*>;
+
 struct Table {
   PyObject_HEAD
-  ska_ordered::order_preserving_flat_hash_map<int64_t, Entry*> entries;  // owned
+  Entries entries;  // owned
 };
+
+// The memory of the table that was cleared last, for the next one, which as a rule is that of the same step
+// or region: a table that grows takes longer for that than for all that is looked up in it. Needs the GIL.
+inline Entries spare;
 
 // The entry of a storage, borrowed, or null.
 inline Entry* find_entry(PyObject* table, int64_t key) {
@@ -24,7 +30,9 @@ inline Entry* find_entry(PyObject* table, int64_t key) {
 }
 
 inline void put_entry(PyObject* table, int64_t key, Owned entry) {
-  auto [place, fresh] = as<Table>(table)->entries.emplace(key, nullptr);
+  Entries& entries = as<Table>(table)->entries;
+  if (entries.bucket_count() == 0) std::swap(entries, spare);
+  auto [place, fresh] = entries.emplace(key, nullptr);
   Entry* before = std::exchange(place->second, as<Entry>(entry.release()));
   if (!fresh) Py_DECREF(object_of(before));  // last, as this may run any code
 }
@@ -44,20 +52,21 @@ inline bool remove_entry(PyObject* table, Entry* entry) {
 inline PyObject* table_new(PyTypeObject* type, PyObject* args, PyObject*) {
   if (!PyArg_ParseTuple(args, "")) return nullptr;
   PyObject* made = type->tp_alloc(type, 0);
-  if (made != nullptr) new (&as<Table>(made)->entries) decltype(Table::entries)();
+  if (made != nullptr) new (&as<Table>(made)->entries) Entries();
   return made;
 }
 
 inline PyObject* table_clear(PyObject* self, PyObject*) {
   auto entries = std::exchange(as<Table>(self)->entries, {});
   for (const auto& [key, entry] : entries) Py_DECREF(object_of(entry));
+  entries.clear();
+  if (entries.bucket_count() != 0) spare = std::move(entries);
   Py_RETURN_NONE;
 }
 
 inline void table_delete(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   Owned done(table_clear(self, nullptr));
-  using Entries = decltype(Table::entries);
   as<Table>(self)->entries.~Entries();
   type->tp_free(self);
   Py_DECREF(type);

@@ -32,6 +32,8 @@ struct Written {
   Entry* entry() const { return as<Entry>(owner.get()); }
 };
 
+using Writing = c10::SmallVector<Written, 2>;  // all that a call is about to write
+
 inline PyObject* overwriting_function;  // `watch.overwriting`
 
 // Do what `overwriting` of Python does, if nothing has to be copied or left to autograd: what holds the
@@ -121,8 +123,8 @@ inline bool note_unnoticed(const Value* saved, Written& written, bool statistic)
 // As `Recorder._written` and `_behind`; false where Python has to look closer. `statistics`: the places are
 // those of running statistics, which are written without a new version.
 inline bool find_written(
-    State* state, const Fact& fact, const c10::FunctionSchema& schema, const std::vector<int>& places,
-    const c10::IValue* values, std::vector<Written>& written, bool statistics) {
+    State* state, const Fact& fact, const c10::FunctionSchema& schema, c10::ArrayRef<int> places,
+    const c10::IValue* values, Writing& written, bool statistics) {
   for (int place : places) {
     if (place < 0) return false;
     if (values[place].isNone()) continue;
@@ -157,7 +159,7 @@ inline void make_blank(Input& input, int64_t nbytes, c10::Device device) {
 }
 
 // As `Recorder._can_be_made`: false if the write cannot be replayed, whatever the inputs are.
-inline bool may_be_made(const Fact& fact, const std::vector<Written>& written) {
+inline bool may_be_made(const Fact& fact, const Writing& written) {
   if (fact.blank || (fact.constant && !c10::GradMode::is_enabled())) return false;
   for (const Written& each : written) {
     const Value* value = value_in(each.entry());
@@ -174,7 +176,7 @@ inline bool may_be_made(const Fact& fact, const std::vector<Written>& written) {
 }
 
 // As `Recorder._write_refs`: whether the write can be replayed; finds the inputs that are written.
-inline bool can_be_made(const Fact& fact, Operation* op, std::vector<Written>& written) {
+inline bool can_be_made(const Fact& fact, Operation* op, Writing& written) {
   for (Written& each : written) {
     int found = -1, count = 0;
     for (size_t i = 0; i < op->inputs.size(); ++i) {
@@ -255,7 +257,7 @@ inline void follow_live(State* state, Value* old, const Written& each) {
 }
 
 // The storages that a call has written have new content.
-inline void all_rewritten(State* state, Operation* op, std::vector<Written>& written, Made& made) {
+inline void all_rewritten(State* state, Operation* op, Writing& written, Made& made) {
   for (Written& each : written) {
     Entry* entry = each.entry();
     Value* saved = saved_in(entry);
