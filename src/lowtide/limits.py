@@ -203,5 +203,5 @@ def limit_in_words(limit: int | float) -> str:
 def format_limit(limit: int | None, fraction: float | None) -> str:
     """A limit as text, in bytes if these are known, else as the fraction that was asked for."""
     if limit is None and fraction is not None:
-        return f"{fraction:g} of the plain peak, which is not known yet"
+        return f"{limit_in_words(fraction)}, which is not known yet"
     return format_bytes(limit)

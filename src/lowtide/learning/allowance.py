@@ -9,7 +9,7 @@ computing it where it is asked for, as plans, refusals and the running forward h
 
 from __future__ import annotations
 
-from lowtide.limits import exact_bytes
+from lowtide.limits import exact_bytes, limit_in_words
 from lowtide.memory import margins
 from lowtide.running.shortage import Shortage
 
@@ -43,7 +43,7 @@ class Allowance:
             return exact_bytes(self.limit)
         promised = self.promised()
         known = "" if promised is None else f", {exact_bytes(promised + self.before)}"
-        return f"{self.limit:g} of the plain peak{known}"
+        return f"{limit_in_words(self.limit)}{known}"
 
     # ------------------------------------------------------------------ the running step
 
