@@ -80,9 +80,10 @@ def no_mode_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def short_search(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Reduce the search for plans: most tests are of bits, limits and records, which hold whatever
     the plan is, and would spend most of their time searching. Tests marked `full_search` are about
-    the plans that users get."""
-    if request.node.get_closest_marker("full_search") is None:
-        search_less(monkeypatch)
+    the plans that users get; to those marked `any_plan` not even a good one matters."""
+    marked = request.node.get_closest_marker
+    if marked("full_search") is None:
+        search_less(monkeypatch, 200 if marked("any_plan") is not None and not FULL else 20)
 
 
 @pytest.fixture(scope="module")

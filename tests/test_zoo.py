@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from harness import Compute, Entry, Method, Trace, assert_same, plain, run_steps
-from once import FIRST_OF_TWO, FULL, on_one_recorder, search_less
+from once import FIRST_OF_TWO, FULL, on_one_recorder
 from ways import budgeted, whole_step_checkpoint, within
 from zoo import BY_MODULE, CASES, LIBRARIES, one_of_many
 from zoo.case import Batch, Case
@@ -33,15 +33,8 @@ pytestmark = [
     # torch gives these once per process, for whichever model runs first.
     pytest.mark.filterwarnings("ignore:torch.meshgrid:UserWarning"),
     pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning"),
-    *([pytest.mark.full_search] if FULL else []),
+    pytest.mark.full_search if FULL else pytest.mark.any_plan,
 ]
-
-
-@pytest.fixture(autouse=True)
-def shortest_search(short_search: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any plan will do here: the bits are the same under all."""
-    if not FULL:
-        search_less(monkeypatch, 10)  # once more
 
 
 def chosen(keep: Callable[[Case], bool] = lambda case: True) -> pytest.MarkDecorator:

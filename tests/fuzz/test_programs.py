@@ -17,13 +17,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 
-from once import FULL, on_one_recorder, search_less
+from once import on_one_recorder
 
 from .driver import TOOLS, Namespace, compare, direct, run
 from .programs import load, programs
 from .run import check
 from .source import Program, paste
 from .verdict import bits, judge
+
+pytestmark = pytest.mark.any_plan
 
 _common = {
     "deadline": None,
@@ -45,13 +47,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def shortest_search(short_search: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any plan will do here: the bits are the same under all."""
-    if not FULL:
-        search_less(monkeypatch, 10)  # once more
 
 
 # -- lowtide
