@@ -1,8 +1,8 @@
 """Every plan of a tiny graph: the reference for the solvers.
 
-Tries every combination in which a value is retained no later than at its own first event, which is
-all that the solvers propose: from that event on, autograd may hold the value along with the others
-that the same backward operation unpacks, so a plan must not count on its absence.
+Tries every combination in which a value is retained no later than at its own last event, which is
+more than the solvers propose: they wait no longer than for the first, unless the node that asks
+there is known to be over before the next (`Graph.latest`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def choices(problem: Problem, value: int) -> tuple[int, ...]:
         if value in problem.gone or not sim.graph.consumers[value]:
             return (NEVER,)
         return (HOLD, NEVER)
-    own = sim.graph.first_event[value]
+    own = sim.graph.last_event[value]
     if own < 0:
         return (HOLD, *range(sim.release[value] + 1), NEVER)
     never = (NEVER,) if sim.release[value] > sim.graph.needed[value] else ()

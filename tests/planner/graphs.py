@@ -89,7 +89,8 @@ class Tape:
                 if not gradients:
                     before = 0
                 top = grads[index] + work if final else before
-                events.append(Event(value, before, max(top, before), gone))
+                more = len(values) - 1 - place
+                events.append(Event(value, before, max(top, before), gone, more=more))
         values_ = tuple(
             ValueNode(size, maker, overwritten=value in overwritten, named=last)
             for value, (size, maker, last) in enumerate(

@@ -41,17 +41,23 @@ def peak_and_replays(graph: Graph, retain: Sequence[int]) -> tuple[int, list[int
         ended = (v for v in stored if max(graph.last_use[v], graph.values[v].named) < index)
         peak = max(peak, op.peak_other + sum(size[v] for v in ended))
     replayed: list[int] = []
+    given: list[tuple[int, int]] = []  # (event, bytes): what a node has until then
     for index, event in enumerate(graph.events):
         stored &= reachable(graph, retain, index)
-        extra = 0
+        given = [(end, nbytes) for end, nbytes in given if end >= index]
         if event.value not in stored | free:
             order = _closure(graph, stored | free, event.value)
-            peak = max(peak, _replay(graph, retain, index, order, stored, free))
+            there = sum(nbytes for _, nbytes in given)
+            peak = max(peak, there + _replay(graph, retain, index, order, stored, free))
             replayed += order
-            extra = 0 if event.value in stored else size[event.value]
-        peak = max(peak, event.peak_other + sum(size[v] for v in stored) + extra)
+            if event.value not in stored:
+                end = graph.release[event.value] if event.more < 0 else index + event.more
+                given.append((end, size[event.value]))
+        there = sum(nbytes for _, nbytes in given)
+        peak = max(peak, event.peak_other + sum(size[v] for v in stored) + there)
         left = stored & reachable(graph, retain, index + 1)
-        peak = max(peak, event.after + sum(size[v] for v in left))
+        there = sum(nbytes for end, nbytes in given if end > index)
+        peak = max(peak, event.after + sum(size[v] for v in left) + there)
     return peak, replayed
 
 

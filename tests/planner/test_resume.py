@@ -37,7 +37,7 @@ def test_only_what_is_held_is_held(seed: int, share: float) -> None:
     assert found.result.peak == simulate(graph, found.retain).peak
 
 
-@pytest.mark.parametrize("seed", [262, 291, 645, 1086, 1236, 1702])
+@pytest.mark.parametrize("seed", [60, 179, 197, 209, 247, 291])
 def test_a_margin_that_is_not_found_refuses_no_limit_that_is_kept(seed: int) -> None:
     """The search is led by the excess over its goal: a goal below the limit may lead it astray."""
     graph, held, rng = stopped(seed)

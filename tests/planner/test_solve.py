@@ -114,7 +114,7 @@ def test_close_to_every_plan_on_average() -> None:
     assert lowest_met >= tried * 0.98
 
 
-@pytest.mark.parametrize("seed", [103, 301, 332])
+@pytest.mark.parametrize("seed", [145, 146, 193])
 def test_the_lowest_peak_may_take_two_moves_at_once(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +125,7 @@ def test_the_lowest_peak_may_take_two_moves_at_once(
     assert minimum(graph).peak > least
 
 
-@pytest.mark.parametrize(("seed", "ops"), [(3, 8), (7, 8), (10, 4), (13, 8), (100, 6)])
+@pytest.mark.parametrize(("seed", "ops"), [(10, 4), (13, 4), (30, 6), (100, 6), (7, 8)])
 def test_all_pairs_are_tried_where_there_is_work_left(
     seed: int, ops: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

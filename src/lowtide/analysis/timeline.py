@@ -14,7 +14,7 @@ share an axis.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -171,7 +171,7 @@ class Reader:
         if index == len(self.graph.ops):  # the time after the last operation
             begin = self.ledger.marks[-1][1] if self.ledger.marks else 0
             asked = self.ledger.requests  # none, if backward needs nothing that the step has made
-            return self._instant(begin, asked[0][2] if asked else 1 << 60)
+            return self._instant(begin, asked[0].entry if asked else 1 << 60)
         begin, end = self.ledger.marks[index]
         # Earlier steps between its marks are not the operation itself.
         first, last = bisect_left(self.segments, begin), bisect_left(self.segments, end)
@@ -181,8 +181,8 @@ class Reader:
         if not self.ledger.steps:
             return -1
         requests = self.ledger.requests
-        _, _, _, answer = requests[event]
-        following = requests[event + 1][2] if event + 1 < len(requests) else 1 << 60
+        answer = requests[event].answer
+        following = requests[event + 1].entry if event + 1 < len(requests) else 1 << 60
         return self._instant(answer, following)
 
     def instant(self, moment: Moment) -> int:
@@ -193,7 +193,7 @@ class Reader:
             return self._event_instant(moment.place)
         if not self.ledger.steps:
             return -1
-        return bisect_left(self.segments, self.ledger.requests[moment.place][2])  # at the request
+        return bisect_left(self.segments, self.ledger.requests[moment.place].entry)
 
     def _forward(self) -> list[Moment]:
         moments = []
@@ -233,6 +233,11 @@ class Reader:
             into[max(start, 0)] += node.nbytes
             into[end + 1] -= node.nbytes
             ends[end] += node.nbytes
+        for index, end in self._given():
+            nbytes = graph.values[graph.events[index].value].nbytes
+            retained[index] += nbytes
+            retained[end + 1] -= nbytes
+            retained_ends[end] += nbytes
         moments = []
         for index, (event, kept, redone) in enumerate(
             zip(graph.events, accumulate(held), accumulate(retained), strict=False)
@@ -240,11 +245,9 @@ class Reader:
             gradient, pinned = self._others(index)
             if trace.replay[index]:
                 moments.append(self._replay(index, kept, gradient, pinned))
-            given = 0 if self.there(event.value, index) else graph.values[event.value].nbytes
             other = event.peak_other
-            freed = held_ends[index] + retained_ends[index]
-            if event.after > other + given + freed:  # the most is after its releases
-                other, given = event.after, 0
+            if event.after > other + held_ends[index] + retained_ends[index]:
+                other = event.after  # the most is after its releases
                 kept, redone = kept - held_ends[index], redone - retained_ends[index]
             gradient = min(other, gradient)
             pinned = min(other - gradient, pinned)
@@ -254,12 +257,19 @@ class Reader:
                     index,
                     self._event_site(index),
                     kept + pinned,
-                    redone + given,
+                    redone,
                     gradient,
                     other - gradient - pinned,
                 )
             )
         return moments
+
+    def _given(self) -> Iterator[tuple[int, int]]:
+        """Events whose node has a value that the plan does not retain, with the last event of that
+        node."""
+        for index, event in enumerate(self.graph.events):
+            if not self.there(event.value, index):
+                yield index, self.graph.ends[index]
 
     def there(self, value: int, event: int) -> bool:
         """Whether a value is in memory when an event asks for it."""
@@ -358,10 +368,10 @@ class Reader:
             before = start < moment.place if moment.phase == "replay" else start <= moment.place
             if start != ABSENT and before and self.trace.alive[v] >= moment.place:
                 found.append((v, "kept" if kept else "recomputed"))
-        if moment.phase == "backward":
-            value = self.graph.events[moment.place].value
-            if not self.there(value, moment.place):
-                found.append((value, "recomputed"))
+        if moment.phase != "forward":
+            for index, end in self._given():
+                if index + (moment.phase == "replay") <= moment.place <= end:
+                    found.append((self.graph.events[index].value, "recomputed"))
         return found
 
     def _blocks_at(self, instant: int, listed: set[int], moment: Moment) -> list[Item]:

@@ -219,8 +219,17 @@ def _events(
         releases = (*freed.get(index, ()), *lasting.get(index, ()))
         if index not in freed:
             peak, after = max(peak, after), 0
-        events.append(Event(number, base, peak, releases, after))
+        events.append(Event(number, base, peak, releases, after, _following(order, index)))
     return tuple(events)
+
+
+def _following(order: list[Asked], index: int) -> int:
+    """How many of the next requests may be of the same node, as an operation that may have saved
+    what they ask for may have saved this one's."""
+    end = index + 1
+    while end < len(order) and order[end].high >= order[index].low:
+        end += 1
+    return end - index - 1
 
 
 def _to_come(seen: Observer, places: Sequence[Place]) -> list[Asked]:

@@ -15,7 +15,7 @@
 
 namespace lowtide::planner {
 
-constexpr size_t LISTS = 16;
+constexpr size_t LISTS = 17;
 constexpr int64_t PYTHON_NEVER = int64_t(1) << 60, PYTHON_ABSENT = int64_t(1) << 61;
 
 inline Lists lists_of(py::handle rows) {
@@ -49,9 +49,11 @@ inline void check_graph(const Graph& graph) {
   check(graph.event_other.size() == graph.event_value.size());
   check(graph.event_peak.size() == graph.event_value.size());
   check(graph.event_after.size() == graph.event_value.size());
+  check(graph.event_end.size() == graph.event_value.size());
   check_within(graph.producer, -1, ops);
   check_within(graph.stays, -1, ops);
   check_within(graph.release, -1, events);
+  check_within(graph.event_end, 0, events);
   for (const auto* ids : {&graph.reads.items, &graph.outputs.items, &graph.overwrites.items,
                           &graph.event_value}) {
     check_within(*ids, 0, values);
@@ -82,6 +84,7 @@ inline Graph graph_of(py::tuple lists) {
   take(graph.event_other);
   take(graph.event_peak);
   take(graph.event_after);
+  take(graph.event_end);
   take(graph.forward_peak);
   check_graph(graph);
   return graph;

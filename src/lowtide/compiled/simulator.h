@@ -35,7 +35,9 @@ struct Graph {
   Lists overwrites;
   std::vector<double> cost;
   std::vector<int32_t> replayable, event_value;
-  std::vector<int64_t> event_other, event_peak, event_after, forward_peak;
+  std::vector<int64_t> event_other, event_peak, event_after;
+  std::vector<int32_t> event_end;
+  std::vector<int64_t> forward_peak;
 
   int32_t values() const { return static_cast<int32_t>(nbytes.size()); }
   int32_t operations() const { return static_cast<int32_t>(cost.size()); }
@@ -132,16 +134,15 @@ class Simulator {
     if (enough(peak, seconds)) return false;
     for (int32_t event = 0; event < graph_.events(); ++event) {
       int32_t value = graph_.event_value[event];
-      int64_t extra = 0, top = 0;
+      int64_t top = 0;
       if (start_[value] == ABSENT) {
         if (!closure(value)) return possible = false;
         top = replay(plan, event, value, seen);
         seen.replay_over(event, top, top > peak);
         peak = std::max(peak, top);
-        extra = start_[value] == ABSENT ? graph_.nbytes[value] : 0;
         if (enough(peak, seconds)) return false;
       }
-      int64_t there = bytes_ + extra, total = graph_.event_peak[event] + there;
+      int64_t there = bytes_, total = graph_.event_peak[event] + there;
       bytes_ -= expire_[event];
       int64_t after = graph_.event_after[event] + bytes_;
       if (after > total) {
@@ -252,6 +253,10 @@ class Simulator {
         if (readers_[*x] == 1 && start_[*x] == ABSENT) temporary -= graph_.nbytes[*x];
         --readers_[*x];
       }
+    }
+    if (start_[value] == ABSENT) {  // the node that asked for it has it, and nothing else
+      bytes_ += graph_.nbytes[value];
+      expire_[graph_.event_end[event]] += graph_.nbytes[value];
     }
     seconds += took;
     count += static_cast<int64_t>(order_.size());

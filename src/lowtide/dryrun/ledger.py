@@ -2,13 +2,15 @@
 
 Problem: to show a step, one must know which bytes belong to what, long after its tensors are freed.
 Invariant: numbers and names only; a storage is entered once and closed once, so the open entries of
-any moment add up to what is live then. Imports nothing. Rejected: storing this in the graph, which
+any moment add up to what is live then. Imports requests. Rejected: storing this in the graph, which
 solvers copy and files contain.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+from lowtide.observing.requests import Request
 
 FOREVER = 1 << 60
 
@@ -97,7 +99,7 @@ class Ledger:
         parameters: (number of parameters, how many of them require grad).
         outputs: what the step returned.
         blocks, steps: every storage and every call; empty if a real step was recorded.
-        requests: for each event, (value, operation, mark at the request, mark at its answer).
+        requests: for each event, what asks.
         held: the values that only the tape held when backward began.
         gradients: (bytes, last reader in the forward, name) of each leaf whose gradient the step
             allocates.
@@ -110,7 +112,7 @@ class Ledger:
     outputs: tuple[Output, ...]
     blocks: tuple[Block, ...]
     steps: tuple[Step, ...]
-    requests: tuple[tuple[int, int, int, int], ...]
+    requests: tuple[Request, ...]
     held: frozenset[int]
     gradients: tuple[tuple[int, int, str], ...]
     marks: tuple[tuple[int, int], ...]

@@ -3,8 +3,8 @@
 Problem: what a value costs depends on when it is last needed: by a handle of autograd, by the
 program, or by a graph that dies before backward. Invariant: only weak references are kept, so that
 watching a step prolongs no life; all times are numbers of operations in the forward, and of
-requests in backward. Imports logs, names, reached and the tape. Rejected: looking after each
-operation for what has died, a walk over all values each time.
+requests in backward. Imports logs, names, reached, requests and the tape. Rejected: looking after
+each operation for what has died, a walk over all values each time.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.observing.logs import FOREVER, OpLog
 from lowtide.observing.names import Names
 from lowtide.observing.reached import UNKNOWN, Nodes, Numbers
+from lowtide.observing.requests import Request
 from lowtide.tape.values import Handle, Value
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class Lives:
         self.nodes: list[Numbers] = []  # those that each of these saves may be for
         self.making = Nodes()
         self.first: dict[tuple[int, int], int] = {}  # such a save -> its value then, if it moved
-        self.requests: list[tuple[int, int, int, int]] = []  # (value, operation, mark in, mark out)
+        self.requests: list[Request] = []
         self.released: dict[int, int] = {}
         self.freed: dict[int, int] = {}  # those of them released in backward -> mark just before
         self.evicted: dict[int, int] = {}

@@ -31,6 +31,7 @@ from lowtide.observing.externals import Externals
 from lowtide.observing.lives import weak_to
 from lowtide.observing.logs import Alone, OpLog, unwatched, what_ran
 from lowtide.observing.reached import Numbers
+from lowtide.observing.requests import Request
 from lowtide.observing.seen import Seen
 from lowtide.planner.graph import Graph
 from lowtide.tape.values import Handle, Operation, Ref, Value, tensors_in
@@ -362,7 +363,9 @@ class Observer(CutOff):
     def request(self, value: Value, operation: int) -> None:
         if value.number >= 0:
             mark = self.memory.mark() if self.memory is not None else 0
-            self.requests.append((value.number, operation, mark, mark))
+            node = _compat.node_in_backward()
+            asks = None if node is None else (_compat.backward_number(), node)
+            self.requests.append(Request(value.number, operation, mark, mark, asks))
             self._missed = value.held is None
             self._asked_on = threading.get_ident()
             self.externals.asked(len(self.requests))
@@ -370,8 +373,7 @@ class Observer(CutOff):
     def answered(self) -> None:
         """The last request was answered with a tensor."""
         if self._missed and self.requests and self.memory is not None:
-            number, operation, before, _ = self.requests[-1]
-            self.requests[-1] = (number, operation, before, self.memory.mark())
+            self.requests[-1] = self.requests[-1]._replace(answer=self.memory.mark())
 
     def stop_measuring(self) -> None:
         """Something else begins before this step is over: the two could not be told apart."""

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING
 from lowtide.backward.modelled import modelled_events
 from lowtide.backward.operation import Call
 from lowtide.observing.externals import External, externals_of, with_externals
-from lowtide.observing.logs import FOREVER, OpLog
-from lowtide.planner.graph import Event, Graph, OpNode, ValueNode
+from lowtide.observing.logs import OpLog
+from lowtide.observing.measured import measured_events
+from lowtide.observing.requests import following
+from lowtide.planner.graph import Graph, OpNode, ValueNode
 
 if TYPE_CHECKING:
     from lowtide.memory.timeline import Timeline
@@ -62,17 +64,21 @@ def rebuild(seen: Observer) -> Graph:
     ops = _op_nodes(seen, sizes, stays)
     externals = found_externals(seen)
     if seen.requests and seen.timeline:
-        events = _measured_events(seen, sizes, externals)
+        events = measured_events(seen, sizes, externals)
         return with_externals(Graph(values, ops, events, _turn(seen, sizes, stays)), externals)
     if seen.timeline:
         return Graph(values, ops, (), _turn(seen, sizes, stays))
-    asked = [(value, op) for value, op, *_ in seen.requests] or None
+    asked = [(request.value, request.operation) for request in seen.requests] or None
     backward = modelled_events(seen, sizes, asked)
     if asked is None:
         externals = [
             _released(each, backward.reached) if each.pending else each for each in externals
         ]
-    return with_externals(Graph(values, ops, backward.events), externals)
+    events = backward.events
+    if asked is not None:
+        pairs = zip(events, following(seen.requests), strict=True)
+        events = tuple([replace(event, more=more) for event, more in pairs])
+    return with_externals(Graph(values, ops, events), externals)
 
 
 def _released(external: External, reached: list[int]) -> External:
@@ -270,77 +276,6 @@ def released_last(graph: Graph, numbers: Iterable[int]) -> Graph:
     return replace(graph, events=(*events, last))
 
 
-def _measured_events(
-    seen: Observer, sizes: list[int], externals: Iterable[External]
-) -> tuple[Event, ...]:
-    assert seen.timeline is not None
-    count = len(seen.requests)
-    held = [0] * (count + 1)
-    ends = _ends(seen, sizes, count)
-    fresh = [0] * (count + 1)  # retained by the replay of this event: not in memory at its start
-    lives = [(number, *life) for number, life in seen.held.items()]
-    lives += [(number, start, end) for number, start, end, _ in seen.earlier_lives]
-    there: dict[int, list[tuple[int, int]]] = {}
-    for number, start, end in lives:
-        there.setdefault(number, []).append((start, end))
-        if number in seen.pinned:
-            continue
-        first, last = max(start, 0), min(end, count - 1)
-        if start >= 0:
-            fresh[start] += sizes[number]
-        if last >= first:
-            held[first] += sizes[number]
-            held[last + 1] -= sizes[number]
-    for external in externals:
-        if external.measured and external.last >= 0:
-            last = min(external.last, count - 1)
-            held[0] += external.nbytes
-            held[last + 1] -= external.nbytes
-            ends[last].append((FOREVER, external.nbytes))
-    levels, rises = seen.timeline.levels, seen.timeline.rises
-    releases = _releases(seen, count, len(rises))
-    events = []
-    for index, ((number, _, entry, answer), bytes_held) in enumerate(
-        zip(seen.requests, itertools.accumulate(held), strict=False)
-    ):
-        held_now = any(start <= index <= end for start, end in there.get(number, ()))
-        given = 0 if held_now or number in seen.pinned else sizes[number]
-        following = seen.requests[index + 1][2] if index + 1 < count else len(rises)
-        over = max((seen.freed.get(released, -1) for released in releases[index]), default=-1)
-        if not answer < over < following:  # nothing is released before the next request
-            over = following
-        rose = [rises[mark] + _gone(ends[index], mark) for mark in range(answer, over)]
-        peak = max([levels[answer], *rose])
-        after = max(rises[over:following], default=0) + _gone(ends[index])
-        events.append(
-            Event(
-                number,
-                max(0, levels[entry] - bytes_held + fresh[index]),
-                max(0, peak - bytes_held - given),
-                releases[index],
-                max(0, after - bytes_held) if over < following else 0,
-            )
-        )
-    return tuple(events)
-
-
-def _ends(seen: Observer, sizes: list[int], count: int) -> list[list[tuple[int, int]]]:
-    """For each event, (mark, bytes) of the held values whose lives end there, see `Lives.ended`."""
-    ends: list[list[tuple[int, int]]] = [[] for _ in range(count)]
-    for number, (_, end) in seen.held.items():
-        if 0 <= end < count and number not in seen.pinned:
-            ends[end].append((seen.ended[number], sizes[number]))
-    for number, _, end, mark in seen.earlier_lives:
-        if end < count and number not in seen.pinned:
-            ends[end].append((mark, sizes[number]))
-    return ends
-
-
-def _gone(ends: Iterable[tuple[int, int]], mark: int = FOREVER) -> int:
-    """Bytes of those that died by then."""
-    return sum(nbytes for died, nbytes in ends if died <= mark)
-
-
 def _turn(seen: Observer, sizes: list[int], stays: list[int]) -> int:
     """The most other memory between the end of the forward and backward's first request.
 
@@ -351,7 +286,7 @@ def _turn(seen: Observer, sizes: list[int], stays: list[int]) -> int:
     if seen.timeline is None:
         return 0
     # If backward asks for nothing, all of it comes before its first request.
-    entry = seen.requests[0][2] if seen.requests else len(seen.timeline.levels)
+    entry = seen.requests[0].entry if seen.requests else len(seen.timeline.levels)
     count = sum(log.mark < entry for log in seen.ops)
     last = max((log.mark for log in seen.ops if log.mark < entry), default=0)
     begin = max(last, seen.over or 0)
@@ -377,17 +312,3 @@ def _gone_since(seen: Observer, sizes: list[int], stays: list[int], count: int) 
     there.difference_update(seen.reached, seen.pinned, seen.names.returned)
     written = {number for log in seen.ops for number in log.overwrites}  # others have their memory
     return sum(sizes[number] for number in there - written)
-
-
-def _releases(seen: Observer, count: int, end: int) -> list[tuple[int, ...]]:
-    """For each event, the values of which autograd releases its last handle. `end`: the mark at
-    which the step is over."""
-    releases: list[list[int]] = [[] for _ in range(count)]
-    last = {request[0]: index for index, request in enumerate(seen.requests)}
-    for number, index in seen.released.items():
-        if seen.retains and number in last and seen.freed.get(number, FOREVER) >= end:
-            continue  # after the backward, which may have dropped it since it asked for it
-        if 0 <= index < count:
-            releases[max(index, last.get(number, 0))].append(number)
-    releases[-1].extend(number for number in seen.lasting() if number not in last)
-    return [tuple(sorted(numbers)) for numbers in releases]

@@ -121,7 +121,7 @@ def _moves(
         choice = problem.less_of(value, trace, event)
         if choice is not None:
             moves.append((value, choice))
-        if trace.start[value] == -1 and problem.sim.graph.first_event[value] > event >= 0:
+        if trace.start[value] == -1 and event >= 0 and problem.later(value, event):
             moves.append((value, event + 1))  # drop it, and retain it only after the peak
     moves.sort(key=lambda move: (-sim.nbytes[move[0]], move))
     if event >= 0 or thorough:

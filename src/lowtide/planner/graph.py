@@ -7,7 +7,8 @@ Invariant: a `Graph` is immutable and checked when built. Operations are in reco
 every operation reads values with smaller producers; events are in backward order; a value is
 never released before its last event. Whatever passes the constructor can be simulated.
 
-Imports: `lowtide.planner.fields`, `lowtide.planner.wellformed`, the standard library. Never torch.
+Imports: `lowtide.errors`, `lowtide.planner.fields`, `lowtide.planner.wellformed`, the standard
+library. Never torch.
 
 Rejected: a general graph library. Ids are positions in tuples; the solvers copy them into flat
 lists once and never touch these classes in a loop.
@@ -19,14 +20,17 @@ import hashlib
 import json
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
+from lowtide.errors import UsageError
 from lowtide.planner import fields
 from lowtide.planner.wellformed import EXTERNAL as EXTERNAL
 from lowtide.planner.wellformed import check
 
 FORMAT = "lowtide.graph"
 VERSION = 4
+
+UNKNOWN = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,9 @@ class Event:
     after: int = 0
     """The maximum of such bytes from then to the next unpack: operations that saved nothing have
     their backwards there. 0 if `peak_other` covers it."""
+    more: int = UNKNOWN
+    """How many events it takes from this one to the last of the same node of autograd's graph,
+    which has the value until then. `UNKNOWN`: it may have it until the value is released."""
 
 
 @dataclass(frozen=True)
@@ -197,6 +204,40 @@ class Graph:
             for value in event.releases:
                 release[value] = index
         return tuple(release)
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """For each event, the last one during which the node that asks has what it was given."""
+        return tuple(
+            self.release[event.value] if event.more == UNKNOWN else index + event.more
+            for index, event in enumerate(self.events)
+        )
+
+    @cached_property
+    def asked(self) -> tuple[tuple[int, ...], ...]:
+        """For each value, the events that unpack it."""
+        found: list[list[int]] = [[] for _ in self.values]
+        for index, event in enumerate(self.events):
+            found[event.value].append(index)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def latest(self) -> tuple[int, ...]:
+        """For each value, the last event from which on a plan may have reason to retain it; -1 if
+        none unpacks it.
+
+        That is the first that unpacks it, or a later one if the nodes that ask before then are over
+        by then, as in another backward through the same graph.
+        """
+        found = []
+        for events in self.asked:
+            latest = events[0] if events else -1
+            for event, following in pairwise(events):
+                if self.ends[event] >= following:
+                    break
+                latest = following
+            found.append(latest)
+        return tuple(found)
 
     @cached_property
     def needed(self) -> tuple[int, ...]:
@@ -326,6 +367,7 @@ class Graph:
                 "events": [
                     [e.value, e.other, e.peak_other, e.releases, e.after] for e in self.events
                 ],
+                "more": [e.more for e in self.events],
                 "turn": self.turn,
             },
             separators=(",", ":"),
@@ -380,4 +422,8 @@ class Graph:
             )
             for row in fields.rows(data, "events", 5)
         )
+        more = fields.ids(data.get("more", [UNKNOWN] * len(events)))
+        if len(more) != len(events):
+            raise UsageError(f"damaged document: {len(events)} events, {len(more)} entries in more")
+        events = tuple(map(lambda event, count: replace(event, more=count), events, more))
         return Graph(values, ops, events, fields.whole(data.get("turn")))

@@ -78,8 +78,8 @@ def choices_of(problem: Problem) -> list[Choice]:
     sim, graph = problem.sim, problem.sim.graph
     found = []
     for value, fixed in enumerate(problem.fixed):
-        release, first = sim.release[value], graph.first_event[value]
-        latest = first if first >= 0 else release
+        release, latest = sim.release[value], graph.latest[value]
+        latest = latest if latest >= 0 else release
         holds = value not in problem.gone
         if fixed or not sim.nbytes[value] or (release < 0 and not holds):
             continue

@@ -14,6 +14,7 @@ takes a thousand evaluations where this takes a few dozen.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, nsmallest
 
@@ -57,16 +58,25 @@ class Problem:
         """The decision that takes a value, now in memory at an event (-1: in the forward), out of
         it; None: there is none.
 
-        A held value is dropped. A value that a replay retains is retained later, but no later than
-        at its own first event, as one backward operation may unpack it along with others. A value
-        that only a retained graph still keeps at the event is never retained.
+        A held value is dropped. A value that a replay retains is retained later, unless a node that
+        asked for it has it at the event in any case. A value that only a retained graph still keeps
+        at the event is never retained.
         """
         graph = self.sim.graph
         if graph.needed[value] < event <= graph.release[value]:
             return NEVER
         if trace.start[value] == -1:
             return self.dropped(value)
-        return event + 1 if graph.first_event[value] > event else None
+        return event + 1 if self.later(value, event) else None
+
+    def later(self, value: int, event: int) -> bool:
+        """Whether a plan that retains a value only after an event is without it at the event."""
+        graph = self.sim.graph
+        if graph.latest[value] <= event:
+            return False
+        asked = graph.asked[value]
+        before = bisect_right(asked, event) - 1
+        return before < 0 or graph.ends[asked[before]] < event
 
     def start(self, held: set[int] | frozenset[int]) -> list[int]:
         """The plan that holds these values and retains others once they are recomputed."""

@@ -17,8 +17,9 @@ Invariant: this module is the definition of what a plan means. The rules:
    after their last reader in this replay; an output with a pending handle is retained if the plan
    says so.
 4. While an operation is replayed, all its outputs and its workspace count. One that writes in place
-   writes the memory of a temporary that it is the last to read, and that of a copy otherwise. The
-   unpacked value lives until the releases of its event even if it is not retained.
+   writes the memory of a temporary that it is the last to read, and that of a copy otherwise. An
+   unpacked value that is not retained counts until the last event of the node that asked for it
+   (`Graph.ends`), though no replay finds it.
 5. What ends at an event is in memory until its releases, and not from then to the next event.
 
 Imports: `lowtide.planner.graph`, `lowtide.planner.retention`, `lowtide.errors`.
@@ -148,6 +149,7 @@ class Simulator:
         self.event_other = [e.other for e in graph.events]
         self.event_peak = [e.peak_other for e in graph.events]
         self.event_after = [e.after for e in graph.events]
+        self.event_end = list(graph.ends)
         self.forward_peak = [op.peak_other for op in graph.ops]
         if graph.turn:
             self.forward_peak.append(graph.turn)
@@ -197,6 +199,7 @@ class Simulator:
             self.event_other,
             self.event_peak,
             self.event_after,
+            self.event_end,
             self.forward_peak,
         )
 
@@ -283,10 +286,9 @@ class _Run:
         replay_peaks = [0] * len(expire)
         complete = True
         for event, value in enumerate(sim.event_value):
-            extra = 0
             top = 0
             if start[value] == ABSENT:
-                extra = self.replay(event, value)
+                self.replay(event, value)
                 top, op, bytes_then = self.replay_peak
                 replay_peaks[event] = top
                 if top > peak:
@@ -294,7 +296,7 @@ class _Run:
                 if self.seconds > self.seconds_limit:
                     complete = False
                     break
-            there = self.bytes + extra
+            there = self.bytes
             total = sim.event_peak[event] + there
             self.bytes -= expire[event]
             after = sim.event_after[event] + self.bytes
@@ -344,8 +346,8 @@ class _Run:
                         stack.append(made)
         return sorted(seen), readers
 
-    def replay(self, event: int, value: int) -> int:
-        """Replay the closure of a missing value. Its bytes if it is not retained, else 0."""
+    def replay(self, event: int, value: int) -> None:
+        """Replay the closure of a missing value."""
         sim, start, retain, expire = self.sim, self.start, self.retain, self.expire
         nbytes, outputs, reads, work = sim.nbytes, sim.outputs, sim.reads, sim.work
         release, cost, alive, overwrites = sim.release, sim.cost, self.alive, sim.overwrites
@@ -380,11 +382,13 @@ class _Run:
                     temporary -= nbytes[x]
                 if left:
                     readers[x] = left - 1
+        if start[value] == ABSENT:  # the node that asked for it has it, and nothing else
+            bytes_ += nbytes[value]
+            expire[sim.event_end[event]] += nbytes[value]
         self.bytes = bytes_
         self.seconds += seconds
         self.count += len(order)
         self.replay_peak = (peak + other, peak_op, peak_held)
-        return nbytes[value] if start[value] == ABSENT else 0
 
 
 def simulate(graph: Graph, retain: Sequence[int], *, trace: bool = False) -> Simulation:

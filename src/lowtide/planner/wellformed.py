@@ -99,6 +99,10 @@ def _check_value(graph: Graph, value: int, node: ValueNode, made: set[int]) -> N
 def _check_event(graph: Graph, index: int, event: Event, released: dict[int, int]) -> None:
     _check_ids((event.value, *event.releases), len(graph.values))
     _check_sizes(event.other, event.peak_other, event.after)
+    if not -1 <= event.more < len(graph.events) - index:
+        raise _FlawError(
+            f"is followed by {event.more} events of its node; the graph has {len(graph.events)}"
+        )
     if event.value in released:
         raise _FlawError(
             f"unpacks value {event.value}, which event {released[event.value]} released"
