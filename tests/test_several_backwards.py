@@ -373,6 +373,45 @@ def test_what_is_replayed_for_a_graph_that_is_retained_does_not_pile_up(
     assert replayed() > 0
 
 
+class Heads:
+    """Three losses of one body, computed first; each has a backward through the body's graph."""
+
+    def __init__(self) -> None:
+        self.body, self.heads = deep(), nn.ModuleList(deep(depth=1) for _ in range(3))
+        self.x = torch.randn(BATCH, WIDTH)
+        self.parts = [self.body, self.heads]
+
+    def step(self) -> Tensor:
+        features = self.body(self.x)
+        losses = [head(features).square().mean() for head in self.heads]
+        for left, loss in zip((2, 1, 0), losses, strict=True):
+            loss.backward(retain_graph=left > 0)
+        return torch.stack([loss.detach() for loss in losses])
+
+
+@pytest.mark.parametrize("share", [0.6, 0.5])
+def test_backwards_through_one_graph_have_one_plan(share: float) -> None:
+    """A value is made for one backward, dropped, and made again for the next: what is kept of the
+    first one alone brings the memory back to the plain peak."""
+    plain, expected = train(Heads, contextlib.nullcontext, 1)
+    limit = int(share * max(plain))
+    budget = lowtide.budget(limit)
+    peaks, found = train(Heads, lambda: budget, 4)
+    assert max(peaks) <= limit
+    assert all(map(torch.equal, expected, found))
+    report = budget.report()
+    assert report.planned
+    assert report.planned_peak == pytest.approx(peaks[-1], rel=0.02)
+    assert report.replayed_operations > 0
+
+
+def test_a_dry_run_plans_several_backwards_through_one_graph() -> None:
+    plan = lowtide.plan(Heads().step, limit=0.6)
+    assert plan.peak <= 0.6 * plan.plain_peak
+    assert plan.lower_bound is not None
+    assert 0 < plan.lower_bound <= plan.overhead
+
+
 class AtTimes(nn.Module):
     """Residual blocks, of which the last reaches the loss as a number without a graph at times."""
 

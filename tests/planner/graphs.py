@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from lowtide.planner.graph import Event, Graph, OpNode, ValueNode
+from lowtide.planner.graph import UNKNOWN, Event, Graph, OpNode, ValueNode
 
 MIB = 1 << 20
 
@@ -309,6 +309,23 @@ def with_later(graph: Graph, seed: int) -> Graph:
     later = [rng.choice((0, event.peak_other + rng.randint(0, 12))) for event in graph.events]
     pairs = zip(graph.events, later, strict=True)
     return replace(graph, events=tuple(replace(event, after=most) for event, most in pairs))
+
+
+def with_nodes(graph: Graph, seed: int) -> Graph:
+    """The same step, of some of whose events it is not known when their node is over, or whose node
+    is over later: those of a backward that it runs lie between."""
+    rng = random.Random(seed)
+    events = tuple(
+        replace(event, more=rng.choice((event.more, UNKNOWN, rng.randrange(left))))
+        for event, left in zip(graph.events, range(len(graph.events), 0, -1), strict=True)
+    )
+    return replace(graph, events=events)
+
+
+def run_twice(graph: Graph) -> Graph:
+    """The same step, whose backward runs twice: the graph is retained for the second time."""
+    first = tuple(replace(event, releases=()) for event in graph.events)
+    return replace(graph, events=(*first, *graph.events))
 
 
 NETWORKS: dict[str, Callable[[], Graph]] = {

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import cast
 
 import pytest
-from graphs import chain, random_graph, with_cut, with_later
+from graphs import chain, random_graph, run_twice, with_cut, with_later, with_nodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive import peak_and_replays
@@ -15,6 +15,7 @@ from lowtide.errors import UsageError
 from lowtide.learning.learned import Learned
 from lowtide.observing.seen import Seen
 from lowtide.planner import HOLD, NEVER, Event, Graph, OpNode, Simulator, ValueNode, simulate
+from lowtide.planner.graph import UNKNOWN
 from lowtide.planner.simulate import ABSENT, REPLAY_OVERHEAD
 from once import on_one_recorder
 
@@ -270,6 +271,43 @@ def test_a_run_can_be_cut_short() -> None:
     assert sim.evaluations == 2
 
 
+def test_what_a_node_was_given_counts_until_it_is_over() -> None:
+    """v3's node asks for v2 as well, and the graph is retained for v2 to be asked for again."""
+    graph = line()
+    ask3, ask2, ask1 = graph.events
+    together = replace(ask3, more=1)
+    graph = replace(graph, events=(together, replace(ask2, releases=(), more=0), ask2, ask1))
+    assert graph.asked[2] == (1, 2)
+    assert graph.ends == (1, 1, 2, 3)
+    assert graph.latest == (-1, 3, 2, 0)
+    assert Graph.from_json(graph.to_json()) == graph
+
+    # v3 (30) is not retained, but there while v2 is asked for, and gone when it is the second time.
+    found = simulate(graph, (HOLD, HOLD, HOLD, NEVER), trace=True)
+    assert found.trace is not None
+    held = 10 + 20
+    assert found.trace.backward == [max(4, 3) + held + 30, 6 + held + 30, 6 + held, 8 + 10]
+
+    # v2 (20) is made twice: the first node that asks has it to its end, the second one to its.
+    found = simulate(graph, (HOLD, HOLD, 2, HOLD), trace=True)
+    assert found.trace is not None
+    assert found.trace.start[2] == 2
+    assert found.seconds == seconds(2.0, 2.0)
+    assert found.trace.backward == [4 + 10 + 30, 6 + 10 + 20, 6 + 10 + 20, 8 + 10]
+
+
+def test_a_node_of_which_nothing_is_known_has_what_it_was_given_until_that_is_released() -> None:
+    graph = line()
+    ask3, ask2, ask1 = graph.events
+    unknown = replace(ask2, releases=(), more=UNKNOWN)
+    graph = replace(graph, events=(ask3, unknown, ask1, ask2))
+    assert graph.ends == (0, 3, 2, 3)
+    assert graph.latest == (-1, 2, 1, 0)
+    found = simulate(graph, (HOLD, HOLD, 3, HOLD), trace=True)
+    assert found.trace is not None
+    assert found.trace.backward == [4 + 10 + 30, 6 + 10 + 20, 8 + 10 + 20, 6 + 10 + 20 + 20]
+
+
 def test_a_step_without_operations() -> None:
     empty = simulate(Graph((), (), ()), ())
     assert (empty.peak, empty.seconds, empty.replayed_ops) == (0, 0.0, 0)
@@ -280,6 +318,8 @@ def test_a_step_without_operations() -> None:
 def test_against_the_rules_followed_literally(seed: int, ops: int, random: object) -> None:
     graph = with_cut(with_later(random_graph(seed, ops), seed), seed)
     pick = random.choice  # type: ignore[attr-defined]
+    graph = pick((graph, run_twice(graph)))
+    graph = pick((graph, with_nodes(graph, seed)))
     last = len(graph.events)
     retain = [
         HOLD if v in graph.must_hold else pick((HOLD, 0, 0, pick(range(last + 1)), NEVER))

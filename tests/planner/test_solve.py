@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from math import prod
 
@@ -17,16 +18,28 @@ from graphs import (
     densenet,
     random_graph,
     resnet,
+    run_twice,
     transformer,
     unet,
     with_cut,
     with_later,
+    with_nodes,
 )
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lowtide.planner import HOLD, Graph, Simulator, Solution, keep_all, minimum, simulate, solve
+from lowtide.planner import (
+    HOLD,
+    Graph,
+    Simulator,
+    Solution,
+    keep_all,
+    minimum,
+    simulate,
+    solve,
+)
 from lowtide.planner.cut import CutModel
+from lowtide.planner.graph import UNKNOWN
 from lowtide.planner.greedy import greedy
 from lowtide.planner.repair import Problem
 from lowtide.planner.simulate import REPLAY_OVERHEAD
@@ -52,6 +65,10 @@ def check(graph: Graph, solution: Solution, limit: int) -> None:
 
 def tiny(seed: int, ops: int) -> Graph:
     graph = with_cut(with_later(random_graph(seed, ops), seed), seed)
+    if seed % 3 == 0:
+        graph = run_twice(graph)
+    if seed % 2 == 0:
+        graph = with_nodes(graph, seed)
     problem = Problem(Simulator(graph))
     assume(prod(len(choices(problem, v)) for v in range(len(graph.values))) <= 2_000)
     return graph
@@ -89,6 +106,22 @@ def test_what_a_retained_graph_has_asked_for_need_not_stay() -> None:
     solution = solve(graph, limit)
     check(graph, solution, limit)
     assert solution.status == "fits"
+
+
+def test_a_value_is_dropped_between_two_backwards() -> None:
+    """Each that is recomputed for the first one would stay for the second: at its end all are there
+    again, whatever was dropped before."""
+    graph = run_twice(chain(24))
+    plain = simulate(graph, keep_all(graph).retain).peak
+    limit = plain * 3 // 5
+    solution = solve(graph, limit)
+    check(graph, solution, limit)
+    assert solution.status == "fits"
+    assert solution.plan is not None
+    pairs = zip(graph.first_event, solution.plan.retain, graph.latest, strict=True)
+    assert any(first < choice <= latest for first, choice, latest in pairs)  # made in both
+    unknown = tuple(replace(event, more=UNKNOWN) for event in graph.events)
+    assert solve(replace(graph, events=unknown), limit).status == "infeasible"
 
 
 def test_close_to_every_plan_on_average() -> None:

@@ -25,6 +25,7 @@ from lowtide.planner.graph import Event
 if TYPE_CHECKING:
     from lowtide.observing.logs import OpLog
     from lowtide.observing.observer import Observer
+    from lowtide.observing.reached import Numbers
 
 _CONVOLUTION = "aten::convolution"
 # On the CPU these give a gradient in the format of what they read, whichever they are given.
@@ -113,6 +114,15 @@ class Asked(NamedTuple):
     """The lowest operation that may have saved the value."""
     high: int
     """The highest one."""
+    nodes: Numbers = (0, -1)
+    """The first and the last node of autograd's graph that it may have been saved for; none: it is
+    not known."""
+
+    def may_be_with(self, other: Asked) -> bool:
+        """Whether one node may ask for both."""
+        (first, last), (begin, end) = self.nodes, other.nodes
+        unknown = first > last or begin > end
+        return unknown or (first <= end and begin <= last)
 
 
 class Modelled(NamedTuple):
@@ -209,7 +219,7 @@ def _events(
     after each, having asked for them or not."""
     begins, runs, adds, takes = memory
     events = []
-    for index, (number, low, high) in enumerate(order):
+    for index, (number, low, high, _) in enumerate(order):
         following = order[index + 1].high if index + 1 < len(order) else -1
         # A write through a view copies gradients before it asks for what it saved.
         base = max(begins[low], begins[high] + sum(ops[high].through or ()))
@@ -224,12 +234,14 @@ def _events(
 
 
 def _following(order: list[Asked], index: int) -> int:
-    """How many of the next requests may be of the same node, as an operation that may have saved
-    what they ask for may have saved this one's."""
-    end = index + 1
-    while end < len(order) and order[end].high >= order[index].low:
-        end += 1
-    return end - index - 1
+    """How many requests it takes from one to the last that may be of the same node. A node has
+    saved what it asks for at one operation."""
+    asked, last, next_ = order[index], index, index + 1
+    while next_ < len(order) and order[next_].high >= asked.low:
+        if asked.may_be_with(order[next_]):
+            last = next_
+        next_ += 1
+    return last - index
 
 
 def _to_come(seen: Observer, places: Sequence[Place]) -> list[Asked]:
@@ -237,7 +249,9 @@ def _to_come(seen: Observer, places: Sequence[Place]) -> list[Asked]:
     alive = deadgraphs.alive(seen)
     keys = [(-high, -low, result, i) for i, (low, high, result) in enumerate(places) if alive[i]]
     order = [key[-1] for key in sorted(keys)]
-    return [Asked(seen.last_save[i][0], places[i].low, places[i].high) for i in order]
+    return [
+        Asked(seen.last_save[i][0], places[i].low, places[i].high, seen.nodes[i]) for i in order
+    ]
 
 
 def _as_asked(seen: Observer, requests: list[tuple[int, int]], ended: set[int]) -> list[Asked]:
@@ -273,7 +287,7 @@ def _freed(order: list[Asked], released: dict[int, int]) -> dict[int, tuple[int,
     last: dict[int, int] = {}
     over, node = -1, -1
     for index in range(len(order) - 1, -1, -1):
-        value, _, high = order[index]
+        value, high = order[index].value, order[index].high
         if high != node:
             over, node = index, high
         last.setdefault(value, over)

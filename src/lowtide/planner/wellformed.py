@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from lowtide.errors import UsageError
 
 if TYPE_CHECKING:
-    from lowtide.planner.graph import Event, Graph, OpNode, ValueNode
+    from lowtide.planner.graph import Graph
+    from lowtide.planner.nodes import Event, OpNode, ValueNode
 
 EXTERNAL = -1
 """The producer of a value that was made outside the recorded operations."""
