@@ -369,7 +369,9 @@ def test_code_that_cannot_be_read_is_refused_by_the_model(monkeypatch: pytest.Mo
         return caught.value.minimum
 
     model = Net(blocks=2)
-    minimum = refusal(int(0.8 * refusal(1)))
+    far = refusal(1)
+    minimum = refusal(int(0.8 * far))
+    assert far == minimum, "whatever the limit"
     torch._dynamo.reset()
     backend = lowtide.CompileBudget(minimum)
     step(model, torch.compile(model, backend=backend))
@@ -565,6 +567,38 @@ def test_blocks_that_share_their_code() -> None:
     assert all(same(one, step(model, model, inputs)) for one in expected)
     assert len(backend.report().graphs) == 2, "the first block's input needs no gradient"
     assert peak(model, model, inputs) <= limit
+
+
+def test_steps_that_take_turns_are_compiled_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of two tasks do: each time, what both share was chosen and compiled again."""
+    count = 0
+    compile_with = partitioner.compile_with_aot_eager
+
+    def counted(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        return compile_with(*args)
+
+    monkeypatch.setattr(partitioner, "compile_with_aot_eager", counted)
+    torch.manual_seed(0)
+    trunk, small, large = (
+        nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, n))
+        for n in (16, 1, 64)
+    )
+    backend = lowtide.CompileBudget(4_000_000, several_calls=True, compiler="aot_eager")
+    shared = torch.compile(lambda x: trunk(x), backend=backend)
+    heads = [
+        torch.compile(lambda x: small(x).sum(), backend=backend),
+        torch.compile(lambda x: large(x).square().exp().sum(), backend=backend),
+    ]
+    counts: list[int] = []
+    saved = set()
+    for number in range(10):
+        heads[number % 2](shared(X)).backward()
+        counts.append(count)
+        saved.add(backend.report().graphs[0].saved_bytes)
+    assert len(saved) > 1
+    assert counts[-1] == counts[-5], counts
 
 
 def test_a_graph_that_is_compiled_again_keeps_its_sizes() -> None:

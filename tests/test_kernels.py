@@ -146,6 +146,8 @@ def calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "reflection_pad2d", (images, [1, 1, 1, 1])
     yield "masked_fill.Scalar", (x, mask, 0.0)
     yield "masked_scatter", (x, mask, y)
+    yield "index.Tensor", (x, [mask])
+    yield "index_put", (x, [mask], torch.zeros(()))
     yield "where.self", (mask, x, y)
     grid = torch.rand(4, 32, 32, 2)
     yield "grid_sampler_2d", (images, grid, 0, 0, False)

@@ -19,6 +19,8 @@ from typing import Any, Literal
 
 import torch
 
+from lowtide._compat.partitioner import largest_hint
+
 _HARMLESS = re.compile(r"\s*(#|assert_|$)")
 
 
@@ -162,9 +164,10 @@ def _graph() -> Any:
 
 def _nbytes(buffer: Any) -> int:
     graph = _graph()
-    count = graph.sizevars.optimization_hint(graph.get_allocation_storage_size(buffer), fallback=0)
+    size = graph.get_allocation_storage_size(buffer)
+    hint = graph.sizevars.optimization_hint
     itemsize: int = buffer.get_dtype().itemsize
-    return int(count) * itemsize
+    return largest_hint(lambda fallback: int(hint(size, fallback=fallback))) * itemsize
 
 
 def _nodes(buffer: Any) -> tuple[str, ...]:

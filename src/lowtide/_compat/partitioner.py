@@ -118,7 +118,9 @@ class JointGraph:
             elif node.op != "output":
                 far = min([far, *(user.dist_from_bw + 1 for user in node.users)])
             node.dist_from_bw = far
-        with _remembered_cuts(self.module.graph, self._cuts):
+        # To estimate times, torch runs operators on fakes. The sizes that these seem to find in
+        # data would be taken for some of the graph.
+        with _remembered_cuts(self.module.graph, self._cuts), _without_new_sizes(self.nodes):
             return list(choose_saved_values_set(self.module.graph, self.info, budget))
 
     def split(self, saved: list[Any]) -> tuple[Any, Any]:
@@ -268,6 +270,17 @@ def _remembered_cuts(mine: Any, known: dict[Any, Any]) -> Iterator[None]:
         partitioners.solve_min_cut = original
 
 
+@contextlib.contextmanager
+def _without_new_sizes(nodes: list[Any]) -> Iterator[None]:
+    """Forget the symbols that are made meanwhile for sizes that are found in data."""
+    from torch._guards import detect_fake_mode
+
+    mode = detect_fake_mode([node.meta.get("val") for node in nodes])
+    shapes = None if mode is None else mode.shape_env
+    with contextlib.nullcontext() if shapes is None else shapes.ignore_fresh_unbacked_symbols():
+        yield
+
+
 def recomputed_draw(node: Any) -> None:
     """Tag a random operator to draw in the backward what it drew in the forward."""
     from torch.utils.checkpoint import CheckpointPolicy
@@ -287,6 +300,12 @@ def must_be_saved(node: Any) -> bool:
     return node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
 
 
+def sizes_from_data(node: Any) -> bool:
+    """Whether a node finds sizes in its data (`nonzero`), and so defines their symbols, which are
+    defined once."""
+    return bool(node.meta.get("unbacked_bindings"))
+
+
 def is_overload(target: object) -> bool:
     """Whether an FX node calls an operator of the dispatcher."""
     return isinstance(target, torch._ops.OpOverload)
@@ -300,13 +319,34 @@ def fusible_operators() -> frozenset[Any]:
     return frozenset(get_default_op_list().fusible_ops)
 
 
+_FAR = 1 << 62  # no size
+_UNKNOWN = 4096  # what a size is taken for if nothing is known of it
+
+
+def largest_hint(hint: Callable[[int], int]) -> int:
+    """What `hint` says of a size, given a fallback for the symbols in it whose values are found in
+    data, as by `nonzero`: for these the largest that they can have, where that is known."""
+    most = hint(_FAR)
+    return most if most < _FAR else hint(_UNKNOWN)
+
+
 def size_hint(size: Any) -> int:
-    """A size as an integer, without a guard; for a symbol, its value at compilation."""
+    """A size as an integer, without a guard: for a symbol, its value at compilation or, if it is
+    found in data, the largest that it can have."""
     if isinstance(size, int):
         return size
     from torch.fx.experimental.symbolic_shapes import optimization_hint
 
-    return int(optimization_hint(size, fallback=4096))
+    return largest_hint(lambda fallback: int(optimization_hint(size, fallback=fallback)))
+
+
+def is_bounded(size: Any) -> bool:
+    """Whether a size is a number, or has a value at compilation or a largest one."""
+    if isinstance(size, int):
+        return True
+    from torch.fx.experimental.symbolic_shapes import optimization_hint
+
+    return int(optimization_hint(size, fallback=_FAR)) < _FAR
 
 
 _fake_mode_of_hints = functools.cache(lambda: fake_mode())

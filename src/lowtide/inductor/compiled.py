@@ -20,7 +20,7 @@ from lowtide._compat.lowered import Lowered, watching_lowering
 from lowtide.errors import BudgetError, CompiledWarning
 from lowtide.inductor.generated import peaks
 from lowtide.inductor.joint import Joint
-from lowtide.inductor.nodes import draws
+from lowtide.inductor.nodes import draws, has_unknown_sizes
 from lowtide.inductor.report import GraphReport
 from lowtide.inductor.search import Choice, Search
 
@@ -31,6 +31,11 @@ _UNREAD = 0.04
 """If the code cannot be read: the share of the limit left free for errors of the model."""
 _READ = 0.002  # if it can: the share left free for workspace of kernels outside that code
 _ROUNDS = 5  # a graph is compiled at most this often to find out what its choices take
+_UNKNOWN_SIZES = (
+    "sizes in the compiled code are found in its data, and nothing is known of how large they can "
+    "be: the limit is not kept for them. Leave that code out of what is compiled, or give a bound: "
+    "torch._check(size <= bound)."
+)
 _GAIN = 0.01  # a graph is not compiled again to gain less than this share of its time or peak
 
 
@@ -49,12 +54,13 @@ class CompiledGraph:
         self.choice: Choice | None = None
         self.wanted: frozenset[str] | None = None
         self.code: Callable[..., Any] | None = None
+        self.codes: dict[frozenset[str], Callable[..., Any]] = {}
+        """All code that was generated, by what it saves (names): steps that take turns, such as
+        those of two tasks, change between the same choices again and again."""
         self.refused: BudgetError | None = None
         self.known: dict[frozenset[str], tuple[int, int]] = {}
         """The peaks of the forward and backward of each compiled choice, by what it saves (names).
         """
-        self.made: frozenset[str] | None = None
-        """Names of what the code that was read last saves."""
         self.dynamic = False
         self.planned_for: int | None = None
         """With symbolic sizes: bytes of the inputs that were planned for, or last warned about."""
@@ -109,7 +115,7 @@ class CompiledGraph:
         if self.choice is None or choice.saved != self.choice.saved:
             self.choice = choice
             self.wanted = self.search.names(choice)
-            self.code = None
+            self.code = self.codes.get(self.wanted)
 
     def compile(self, examples: Any) -> None:
         """Generate the code, again if its memory is not what the choice was made for."""
@@ -150,7 +156,8 @@ class CompiledGraph:
             self.choice, self.wanted = choice, search.names(choice)
             if self.wanted not in self.known and self._read(self._compile(examples)) is None:
                 self.unread, self.margin = True, _UNREAD
-                return error
+                limit = self.budget._limit_with(self)
+                return self.budget._refusal(self, search.least(), limit)  # with another margin
             search.learn(choice, *self.known[self.wanted])
         try:
             self._settle_for_known(examples)
@@ -161,13 +168,19 @@ class CompiledGraph:
     def _read(self, lowered: list[Lowered]) -> tuple[int, int] | None:
         """The peaks of the code that was just generated; None if it cannot be read."""
         assert self.choice is not None
-        self.made = self.search.names(self.choice)
         found = peaks(self.search.joint, lowered)
         if found is not None:
-            self.known[self.made] = found
+            self.known[self.search.names(self.choice)] = found
         return found
 
     def _compile(self, examples: Any) -> list[Lowered]:
+        lowered = self._generate(examples)
+        if self.choice is not None:
+            assert self.code is not None
+            self.codes[self.search.names(self.choice)] = self.code
+        return lowered
+
+    def _generate(self, examples: Any) -> list[Lowered]:
         with partitioner.uncached_partitions():
             if self.budget.compiler == "aot_eager":
                 self.code = partitioner.compile_with_aot_eager(self.traced, examples, self._split)
@@ -214,7 +227,8 @@ class CompiledGraph:
             raise budget._refusal(self, least, limit)
         self.choice = min(fits, key=lambda c: c.outcome.seconds)
         self.wanted = self.search.names(self.choice)
-        if self.code is None or self.wanted != self.made:
+        self.code = self.codes.get(self.wanted)
+        if self.code is None:
             self._compile(examples)
 
     def _split(
@@ -243,6 +257,8 @@ class CompiledGraph:
         wanted = None if self.wanted is None else search.named(self.wanted)
         if wanted is None:
             self.search = search
+            if self.wanted is None and any(map(has_unknown_sizes, traced.nodes)):
+                warnings.warn(_UNKNOWN_SIZES, CompiledWarning, stacklevel=2)
             if self.budget.compiler == "inductor" and not joint.on_cpu:
                 self.margin = _UNREAD  # workspace of kernels was measured on CPUs only
             if self not in self.budget._graphs:

@@ -3,10 +3,11 @@
 Problem: torch hands its partitioner thousands of FX nodes, many of them views, tuples and symbols;
 choosing what to save needs bytes, times and dependencies. Invariant: a storage is counted once,
 however many nodes see it, and its bytes come from the traced shapes (for a symbolic size, its value
-while compiling). What must not run twice is not `again`: collectives, custom operators, writes,
-calls of whole graphs, and what reads an input that the forward overwrites. Imports `_compat`,
-nodes, costs, workspace. Rejected: one value per node, as in torch's own knapsack, which counts a
-storage once for each of its views.
+while compiling; for one that is found in data, the largest). What must not run twice is not
+`again`: collectives, custom operators, writes, calls of whole graphs, what finds sizes in data, and
+what reads an input that the forward overwrites. Imports `_compat`, nodes, costs, workspace.
+Rejected: one value per node, as in torch's own knapsack, which counts a storage once for each of
+its views.
 """
 
 from __future__ import annotations
@@ -337,6 +338,7 @@ class Joint:
             and not _compat.schema_of(node.target).is_mutable
             and not (draws(node) and self.fuse and node.target.namespace != "aten")
             and self._changed.isdisjoint(reads)
+            and not partitioner.sizes_from_data(node)
         )
         args, kwargs = values_of((node.args, node.kwargs))
         result = node.meta.get("val")

@@ -83,6 +83,12 @@ def nbytes_of(tensor: torch.Tensor) -> int:
     return reach * tensor.element_size()
 
 
+def has_unknown_sizes(node: Any) -> bool:
+    """Whether it returns tensors whose sizes are found in data, of which nothing is known."""
+    tensors = [t for t in flatten(node.meta.get("val")) if isinstance(t, torch.Tensor)]
+    return not all(partitioner.is_bounded(size) for t in tensors for size in t.shape)
+
+
 def writes(node: Any) -> bool:
     target = node.target
     return partitioner.is_overload(target) and bool(_compat.schema_of(target).is_mutable)

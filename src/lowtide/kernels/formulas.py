@@ -132,6 +132,19 @@ def _selected(tensors: list[torch.Tensor], args: Any, made: int) -> int:
     return int(16 * math.prod(together))
 
 
+def _places(masks: list[torch.Tensor]) -> int:
+    """The places of all elements of masks, in each of their dimensions: any may be true."""
+    return sum(8 * m.dim() * m.numel() for m in masks if m.dtype in (torch.bool, torch.uint8))
+
+
+def _indexed(tensors: list[torch.Tensor], args: Any, made: int) -> int:
+    return _places(tensors[1:])
+
+
+def _written_at(tensors: list[torch.Tensor], args: Any, made: int) -> int:
+    return _places(tensors[1:-1])  # the last one is what is written
+
+
 def _soft_margins(tensors: list[torch.Tensor], args: Any, made: int) -> int:
     return 2 * made
 
@@ -174,6 +187,9 @@ _FORMULAS: dict[str, Callable[[list[torch.Tensor], Any, int], int]] = {
     "aten::_embedding_bag": bags_workspace,
     "aten::_embedding_bag_backward": bags_backward_workspace,
     "aten::masked_select": _selected,
+    "aten::index": _indexed,
+    "aten::index_put": _written_at,
+    "aten::_index_put_impl": _written_at,
     "aten::soft_margin_loss_backward": _soft_margins,
     "aten::_cdist_forward": _distances,
     "aten::affine_grid_generator": _base_grid,
