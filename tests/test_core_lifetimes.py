@@ -204,7 +204,7 @@ assert seconds() < 4 * before
 
 @needs_compiler
 def test_small_regions_after_a_large_recording_take_as_long_as_before() -> None:
-    """A table keeps its memory for the next, which went over all of it, and took 8 times as long."""
+    """A table leaves its memory to the next, which went over all of it: 8 times as long."""
     ran(LARGE_TABLE, LOWTIDE_ENGINE="compiled")
 
 
