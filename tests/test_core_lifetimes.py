@@ -179,3 +179,66 @@ def test_lowtide_may_be_imported_twice_in_a_process() -> None:
     assert second == "python"
     assert "imported before in this process" in why_not
     assert "Use the engine 'python' or 'auto'" in error
+
+
+LARGE_TABLE = """
+import time, torch, lowtide
+
+x = torch.randn(8, 8, requires_grad=True)
+
+def seconds():
+    best = 1.0
+    for _ in range(15):
+        began = time.perf_counter()
+        for _ in range(20):
+            lowtide.checkpoint(torch.sin, x)
+        best = min(best, time.perf_counter() - began)
+    return best
+
+seconds()
+before = seconds()
+lowtide.checkpoint(lambda t: [t + n for n in range(20_000)], x)
+assert seconds() < 4 * before
+"""
+
+
+@needs_compiler
+def test_small_regions_after_a_large_recording_take_as_long_as_before() -> None:
+    """A table leaves its memory to the next, which went over all of it: 8 times as long."""
+    ran(LARGE_TABLE, LOWTIDE_ENGINE="compiled")
+
+
+MUCH_OF_LITTLE = """
+import threading, time, torch, lowtide
+
+column = torch.rand(1200, 1)
+row = torch.rand(1, 1200, requires_grad=True)
+done, times = threading.Event(), []
+
+def watch():
+    while not done.is_set():
+        time.sleep(0.0005)
+        times.append(time.perf_counter())
+
+def share():
+    del times[:]
+    began = time.perf_counter()
+    lowtide.checkpoint(torch.pow, column, row)
+    ended = time.perf_counter()
+    seen = [began, *(each for each in list(times) if began < each < ended), ended]
+    return max(b - a for a, b in zip(seen, seen[1:])) / (ended - began)
+
+thread = threading.Thread(target=watch)
+thread.start()
+share()
+best = min(share() for _ in range(12))
+done.set()
+thread.join()
+assert best < 0.6, best
+"""
+
+
+@needs_compiler
+def test_other_threads_run_while_much_is_made_of_little() -> None:
+    """Of small arguments kernels take short, and keep Python's lock; but not all of them do."""
+    ran(MUCH_OF_LITTLE, LOWTIDE_ENGINE="compiled")

@@ -113,7 +113,7 @@ def checkpoint(
 
     Source of the idea: Chen et al., *Training Deep Nets with Sublinear Memory Cost*, 2016.
     """
-    given = {name: kwargs.pop(name) for name in TORCH_KEYWORDS if name in kwargs}
+    given = {name: kwargs.pop(name) for name in TORCH_KEYWORDS if name in kwargs} if kwargs else {}
     if function is not None:
         return _call(function, args, kwargs, policy, given)
     if args or kwargs:
@@ -184,6 +184,8 @@ def _needs_arguments(function: Callable[..., Any]) -> bool:
 
 
 def _policy_of(context_fn: Any, policy: PolicyLike | None) -> Any:
+    if context_fn is None and policy is None:
+        return None
     check_policy(policy, "checkpoint")
     if context_fn is None:
         return policy

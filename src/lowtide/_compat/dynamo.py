@@ -87,6 +87,7 @@ def _whatever_is_set(dynamo: Any, recording: Callable[[], bool], lost: Callable[
 _aoti = getattr(torch._C, "_aoti", None)
 # What runs packages of AOTInductor's; loaded without importing Inductor.
 _PACKAGED = [each for each in vars(_aoti).values() if isinstance(each, type)] if _aoti else []
+_hidden_for: list[Any] = []  # Inductor's class of graphs, or None, when that was last done
 
 
 def hide_generated_code(around: Callable[[Callable[[], Any]], Any]) -> None:
@@ -98,12 +99,15 @@ def hide_generated_code(around: Callable[[Callable[[], Any]], Any]) -> None:
     """
     module: Any = sys.modules.get("torch._inductor.output_code")
     graph = getattr(module, "CompiledFxGraph", None)
+    if _hidden_for and _hidden_for[0] is graph:
+        return
     each: Any
     for each in _PACKAGED if graph is None else (*_PACKAGED, graph):
         if "_lowtide_around" not in vars(each):
             for name in vars(each).keys() & {"__call__", "run", "boxed_run"}:
                 setattr(each, name, _hidden(getattr(each, name), around))
             each._lowtide_around = around
+    _hidden_for[:] = [graph]
 
 
 def _hidden(

@@ -28,7 +28,9 @@ struct Fact {
   PyObject* name;
   bool view, ambient, lazy_bits, opaque, random, blank, constant, placing, chunks, makes, fills_saved;
   bool tried_out;                  // not replayed while cuDNN tries its kernels out
-  bool brief = false;              // takes short on little: draws from no generator, and is no factory
+  // Takes short on little: draws from no generator, is no factory, and was not seen to make much of it. Needs
+  // the GIL.
+  mutable bool brief = false;
   bool always_trains = false;
   int mean = -1, variance = -1, training = -1;  // positions of running statistics and the training flag
   int generator = -1;                           // where it takes a generator, or `taker` does

@@ -76,4 +76,12 @@ inline bool is_short(c10::ArrayRef<c10::IValue> values) {
   return elements > 0;
 }
 
+// Whether a call made so much of little that the next one of its operator has to give the lock up.
+inline bool made_much(c10::ArrayRef<c10::IValue> results) {
+  return std::any_of(results.begin(), results.end(), [](const c10::IValue& result) {
+    bool tensor = result.isTensor() && result.toTensor().defined();
+    return tensor && result.toTensor().unsafeGetTensorImpl()->numel() > 16 * SHORT;
+  });
+}
+
 }  // namespace lowtide

@@ -150,6 +150,7 @@ inline bool run_recorded(
     for (Written& each : written) rewritten(state, nullptr, each, none);
     std::rethrow_exception(failed);
   }
+  if (keeps_gil && made_much(c10::ArrayRef<c10::IValue>(*stack).slice(below))) fact.brief = false;
   if (again) ++state->sequence;  // only now: a call that raises is not an operation of the step
   PyObject* policy = slot(state->region, layout.region_policy);
   bool told = again && (state->asks || !is_none(policy));

@@ -43,6 +43,11 @@ def recorder_class(core: Any) -> type[Recorder]:
 
         new_table, new_counter = core.Table, staticmethod(core.counter_of)
 
+        def __init__(self, tape: Tape) -> None:
+            # Not as a mode: it is never entered as one, and what torch makes for that takes long.
+            self._wholes = []
+            self.begin(tape)
+
         @staticmethod
         def new_count(table: Any) -> tuple[Any, Any]:
             live = core.Box(0)

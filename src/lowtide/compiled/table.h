@@ -16,11 +16,14 @@ using Entries = ska_ordered::order_preserving_flat_hash_map<int64_t, Entry*>;
 struct Table {
   PyObject_HEAD
   Entries entries;  // owned
+  uint64_t entered;  // how often one was put here
 };
 
 // The memory of the table that was cleared last, for the next one, which as a rule is that of the same step
 // or region: a table that grows takes longer for that than for all that is looked up in it. Needs the GIL.
+// Clearing goes over all of it: what is much more than the last table used is not kept.
 inline Entries spare;
+constexpr uint64_t MUCH = 16;  // places for each entry that was put
 
 // The entry of a storage, borrowed, or null.
 inline Entry* find_entry(PyObject* table, int64_t key) {
@@ -32,6 +35,7 @@ inline Entry* find_entry(PyObject* table, int64_t key) {
 inline void put_entry(PyObject* table, int64_t key, Owned entry) {
   Entries& entries = as<Table>(table)->entries;
   if (entries.bucket_count() == 0) std::swap(entries, spare);
+  ++as<Table>(table)->entered;
   auto [place, fresh] = entries.emplace(key, nullptr);
   Entry* before = std::exchange(place->second, as<Entry>(entry.release()));
   if (!fresh) Py_DECREF(object_of(before));  // last, as this may run any code
@@ -58,9 +62,10 @@ inline PyObject* table_new(PyTypeObject* type, PyObject* args, PyObject*) {
 
 inline PyObject* table_clear(PyObject* self, PyObject*) {
   auto entries = std::exchange(as<Table>(self)->entries, {});
+  uint64_t entered = std::exchange(as<Table>(self)->entered, 0);
   for (const auto& [key, entry] : entries) Py_DECREF(object_of(entry));
   entries.clear();
-  if (entries.bucket_count() != 0) spare = std::move(entries);
+  if (entries.bucket_count() != 0 && entries.bucket_count() <= MUCH * entered) spare = std::move(entries);
   Py_RETURN_NONE;
 }
 
