@@ -438,6 +438,46 @@ def test_a_fitted_function_that_hides_what_it_keeps_is_told() -> None:
         steps()
 
 
+class _Cached(nn.Module):
+    """The loss of embeddings without a graph, whose gradients a hook takes further, part by part:
+    what sentence-transformers' cached losses do."""
+
+    def __init__(self, hooked: bool = True) -> None:
+        super().__init__()
+        self.net, self.hooked = deep(64, 3), hooked
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            made = self.net(x)
+        made.requires_grad_()
+        loss = made.square().mean()
+        loss.backward()
+
+        def again(scale: Tensor) -> None:
+            with torch.enable_grad():
+                for part, gradient in zip(x.split(32), made.grad.split(32), strict=True):
+                    self.net(part).backward(gradient * scale)
+
+        loss = loss.detach().requires_grad_()
+        if self.hooked:
+            loss.register_hook(again)
+        return loss
+
+
+def test_a_fitted_loss_whose_hook_runs_the_model_is_told() -> None:
+    model, x = _Cached(), torch.randn(64, 64)
+    with lowtide.fit(model, 1.0):
+        with pytest.warns(UncountedWarning, match="a hook and no graph.* with that model") as told:
+            model(x).backward()
+        model(x).backward()
+    assert [warning.filename for warning in told] == [__file__]  # once
+    with lowtide.fit(model.net, 1.0) as budget:  # what it says to do instead
+        model(x).backward()
+    assert budget.report().steps == 2
+    with lowtide.fit(model := _Cached(hooked=False), 1.0):
+        model(x)
+
+
 def test_a_forward_with_nothing_to_save_is_not_told() -> None:
     with lowtide.fit(model := _Hidden(function=False), 1.0):
         model(torch.randn(64, 64))["out"][0].square().mean().backward()

@@ -216,18 +216,29 @@ def _nothing_counts(model: torch.nn.Module, results: list[torch.Tensor]) -> None
         return
     why = "nothing that it returned requires grad"
     then = "What it returned is probably evaluated later."
-    if results:
+    instead = (
+        "Leave lowtide.fit out, and put `with lowtide.budget(limit):` around forward and loss."
+    )
+    if any(map(_only_a_hook, results)):  # gradients cached by parts, as sentence-transformers does
+        why = "what it returned has a hook and no graph"
+        then = "What the hook runs has no budget."
+        instead = "If it calls a model, call lowtide.fit with that model instead of this one."
+    elif results:
         if not _compat.runs_python(results):
             return
         why = "a torch.autograd.Function in it has a backward of its own"
         then = "What that takes, and what the Function keeps in attributes of ctx, is not seen."
     warnings.warn(
         f"lowtide.fit: the forward of {type(model).__name__} has saved nothing for backward, and "
-        f"{why}, so the limit holds for nothing. {then} Leave lowtide.fit out, and put `with "
-        "lowtide.budget(limit):` around forward and loss.",
+        f"{why}, so the limit holds for nothing. {then} {instead}",
         UncountedWarning,
         stacklevel=users_frame(),
     )
+
+
+def _only_a_hook(result: torch.Tensor) -> bool:
+    made = result.grad_fn is None and not isinstance(result, torch.nn.Parameter)
+    return made and any(_compat.hooks_of(result))
 
 
 def _on_a_replica(

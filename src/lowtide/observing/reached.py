@@ -25,22 +25,31 @@ class Nodes:
     """For which of autograd's nodes something is saved.
 
     A node is made before its operation runs and saves tensors before and after that. Others may be
-    made for the same call: clones of what it overwrites, views whose base was written to.
+    made for the same call: clones of what it overwrites, views whose base was written to, and once
+    it has run, those of a write to a view. The latter are there before the result is saved; what is
+    made after that is for the next call.
     """
 
     def __init__(self) -> None:
         self._newest = _compat.newest_node()
         self._last = UNKNOWN
+        self._before = self._saved = self._newest  # none of the next call's; when one saved last
 
     def ran(self) -> None:
         """An operation has run."""
         newest = _compat.newest_node()
-        self._last, self._newest = (self._newest + 1, newest), newest
+        self._last = self._since(newest)
+        self._newest = self._before = self._saved = newest
 
     def saving(self) -> Numbers:
         """Something is saved now: for the last operation, or for one that is about to run."""
         newest = _compat.newest_node()
-        return self._last if newest == self._newest else (self._newest + 1, newest)
+        return self._last if newest == self._newest else self._since(newest)
+
+    def _since(self, newest: int) -> Numbers:
+        if newest > self._saved:
+            self._before, self._saved = self._saved, newest
+        return self._before + 1, newest
 
 
 class Reached:
