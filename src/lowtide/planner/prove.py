@@ -11,6 +11,7 @@ from __future__ import annotations
 from lowtide.planner.branch import Branch, Tree
 from lowtide.planner.flow import CutWith
 from lowtide.planner.moments import worst_moments
+from lowtide.planner.relaxed import PriceWith, relaxed
 from lowtide.planner.repair import Candidate, Problem, trace_of
 from lowtide.planner.simulate import Trace
 
@@ -26,6 +27,10 @@ PROBE = 3
 """One part in this many of the work is spent on trying all combinations of moments alike."""
 NEAR = 0.98
 """A moment of the plan above this share of the limit counts as one of its peaks."""
+HIGHEST = 10
+"""Moments of the plan that are tried in linear programs."""
+CLOSE = 0.99
+"""If this part of the plan's time is proved, no more is tried."""
 LEAST = 8
 """With fewer cuts than this, no more is proved than by the cut at one moment."""
 
@@ -38,8 +43,46 @@ def prove(
     main: tuple[int, float],
     bound: float,
     cut_with: CutWith | None,
+    price_with: PriceWith | None,
 ) -> float:
-    """The best lower bound found, at least `bound`.
+    """The best lower bound found, at least `bound`: by cuts, and by prices if there are any."""
+    if sum(problem.sim.cost) > LONGEST:
+        return bound
+    bound = _by_cuts(problem, limit, plain, best, main, bound, cut_with)
+    if price_with is None or bound >= CLOSE * best.result.seconds:
+        return bound
+    return max(bound, _by_prices(problem, limit, plain, best, main[0], price_with))
+
+
+def _by_prices(
+    problem: Problem,
+    limit: int,
+    plain: Candidate,
+    best: Candidate,
+    main: int,
+    price_with: PriceWith,
+) -> float:
+    """The bound by linear programs. Their moments are the plan's highest, of those that are over
+    the limit in the plain step, whose own peak is the first."""
+    high, over = trace_of(best.result).backward, trace_of(plain.result).backward
+    forward = trace_of(best.result).forward
+    found = [event for event in range(len(high)) if over[event] > limit and event != main]
+    found.sort(key=lambda event: (-high[event], event))
+    moments = [event for event in (main, *found[:HIGHEST]) if event >= 0]
+    steps = [max(range(len(forward)), key=forward.__getitem__)] if forward else []
+    return relaxed(problem, limit, best.result.seconds, moments, steps, price_with)
+
+
+def _by_cuts(
+    problem: Problem,
+    limit: int,
+    plain: Candidate,
+    best: Candidate,
+    main: tuple[int, float],
+    bound: float,
+    cut_with: CutWith | None,
+) -> float:
+    """The best lower bound that branches over cuts prove, at least `bound`.
 
     `main` is the number of the moment of the plain peak, and the price of a byte there; `best` is
     the plan found. Branch and bound runs on that moment alone and on pairs with another moment;
@@ -48,8 +91,6 @@ def prove(
     """
     event, price = main
     target = best.result.seconds
-    if sum(problem.sim.cost) > LONGEST:
-        return bound
     work, rounds = (WORK, 1) if cut_with is None else (COMPILED_WORK, COMPILED_ROUNDS)
     later = _later(trace_of(plain.result), trace_of(best.result), event, limit)
     later = later[: rounds * LATER]
