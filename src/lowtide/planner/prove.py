@@ -17,7 +17,7 @@ from lowtide.planner.simulate import Trace
 
 WORK = 200_000
 """How much may be cut: each cut counts as many as its network has nodes."""
-COMPILED_WORK, COMPILED_ROUNDS = 2_000_000, 3
+COMPILED_WORK, COMPILED_ROUNDS = 1_000_000, 3
 """The same with the caller's faster cuts, and how many moments may be added to the plain peak's."""
 LONGEST = 1e5
 """If the forward takes more seconds than this, capacities would be too large for the networks."""
@@ -27,8 +27,9 @@ PROBE = 3
 """One part in this many of the work is spent on trying all combinations of moments alike."""
 NEAR = 0.98
 """A moment of the plan above this share of the limit counts as one of its peaks."""
-HIGHEST = 10
-"""Moments of the plan that are tried in linear programs."""
+HIGHEST, SPREAD = 11, 30
+"""Moments that are tried in linear programs: first those that are further from each other than one
+part in `SPREAD` of backward, up to half, then any."""
 CLOSE = 0.99
 """If this part of the plan's time is proved, no more is tried."""
 LEAST = 8
@@ -66,9 +67,15 @@ def _by_prices(
     the limit in the plain step, whose own peak is the first."""
     high, over = trace_of(best.result).backward, trace_of(plain.result).backward
     forward = trace_of(best.result).forward
-    found = [event for event in range(len(high)) if over[event] > limit and event != main]
-    found.sort(key=lambda event: (-high[event], event))
-    moments = [event for event in (main, *found[:HIGHEST]) if event >= 0]
+    found = sorted(
+        (event for event in range(len(high)) if over[event] > limit),
+        key=lambda event: (-high[event], event),
+    )
+    apart: list[int] = [main] if main >= 0 else []
+    for event in found:
+        if all(abs(event - other) > len(high) // SPREAD for other in apart):
+            apart.append(event)
+    moments = list(dict.fromkeys([*apart[: HIGHEST // 2], *found]))[:HIGHEST]
     steps = [max(range(len(forward)), key=forward.__getitem__)] if forward else []
     return relaxed(problem, limit, best.result.seconds, moments, steps, price_with)
 

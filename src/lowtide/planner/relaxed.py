@@ -22,16 +22,18 @@ from typing import Protocol
 from lowtide.planner.repair import Problem
 from lowtide.planner.rows import Rows
 
-WORK = 250_000_000
+WORK = 300_000_000
 """Entries of rows that may be walked through, twice in a step of the prices: half a second."""
 BUILD = 300
 """To make a row's entry takes as long as to walk through it this many times."""
 TRY, CLIMB, BRANCH = 300, 2000, 600
 """Steps of the prices: for each candidate of a moment, before branches, and in each of them."""
 MOST = 4
-"""Moments, besides those that add nothing."""
+"""Moments of one program."""
 SHARE = 0.4
 """The part of the work that the choice of moments may take."""
+GAIN = 0.005
+"""What a moment has to add, as a part of the target: more moments take more time."""
 SCALE = 20.0
 """What the target's time is for the prices, whose steps suit costs of this size."""
 UNDECIDED = 1e-4
@@ -166,7 +168,7 @@ def relaxed(
                 continue
             found = made([*best.moments, moment])
             spent += found.work
-            if found.bound > round_.bound:
+            if found.bound > max(round_.bound, best.bound + GAIN):
                 round_ = found
         if round_ is best:
             break
