@@ -17,7 +17,7 @@ from lowtide.planner.simulate import Trace
 
 WORK = 200_000
 """How much may be cut: each cut counts as many as its network has nodes."""
-COMPILED_WORK, COMPILED_ROUNDS = 1_000_000, 3
+COMPILED_WORK, COMPILED_ROUNDS = 2_000_000, 3
 """The same with the caller's faster cuts, and how many moments may be added to the plain peak's."""
 LONGEST = 1e5
 """If the forward takes more seconds than this, capacities would be too large for the networks."""

@@ -24,10 +24,10 @@ before its release, nor before the last replay of an operation that reads it (ru
   before the releases and, for what outlives them, after. No single value is larger than the room.
 - `_forward`: the same for what is held, at a moment of the forward.
 
-Imports: `lowtide.planner.cut`, `lowtide.planner.moments`, `lowtide.planner.simulate`.
+Imports: `lowtide.planner.cut`, `lowtide.planner.moments`, `lowtide.planner.repair`.
 
-Rejected: rows for the memory that replays take. Solved as integer programs, with a span for each
-event, they prove nothing more on any network of the benchmarks where a bound was missing. Many
+Rejected: rows for the memory that replays take. As integer programs with a span for each event,
+those of the U-Nets proved nothing more with them that a solver's time limit does not explain. Many
 moments: in fractions, a replay is spread over many short spans, each with a fraction of its inputs.
 """
 
