@@ -33,7 +33,7 @@ def search_less(monkeypatch: pytest.MonkeyPatch, part: int = 20) -> None:
     """Reduce the search for plans, and for what can be proved of them, to one such part of the
     work."""
     search, proof = ("search.WORK", "auto.EXCHANGE_WORK"), ("prove.WORK", "prove.COMPILED_WORK")
-    for name in (*search, "polish.WORK", *proof):
+    for name in (*search, "polish.WORK", *proof, "relaxed.WORK"):
         module, constant = name.split(".")
         usual = getattr(importlib.import_module(f"lowtide.planner.{module}"), constant)
         monkeypatch.setattr(f"lowtide.planner.{name}", usual // part)

@@ -24,6 +24,7 @@ from lowtide.compiled import build
 from lowtide.errors import UsageError
 from lowtide.planner.flow import CutWith, Network
 from lowtide.planner.polish import Polish
+from lowtide.planner.relaxed import PriceWith
 from lowtide.planner.simulate import Compiled, Lists, Simulator
 from lowtide.replay import unpack
 from lowtide.tape import generators
@@ -141,6 +142,13 @@ def cutting() -> CutWith | None:
     Python's engine. A proof that is given it does more work."""
     found = _core_to_plan_with()
     return found.minimum_cut if found is not None else None
+
+
+def pricing() -> PriceWith | None:
+    """The compiled core's prices for the rows of a proof; None on Python's engine, which proves
+    less."""
+    found = _core_to_plan_with()
+    return found.prices if found is not None else None
 
 
 def _simulating() -> Callable[[Lists], Compiled] | None:

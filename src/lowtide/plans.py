@@ -364,6 +364,7 @@ def plan_step(step: Dry, limit: int | float | None, prove: bool = True) -> Plan:
         prove=prove,
         polish_with=engine.annealing(),
         cut_with=engine.cutting(),
+        price_with=engine.pricing(),
     )
     if solution.peak > room:
         if least.peak > limit:

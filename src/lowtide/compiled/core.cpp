@@ -217,6 +217,7 @@ PyMethodDef functions[] = {
     {"aside", aside, METH_VARARGS, nullptr},
     {"anneal", planner::anneal, METH_VARARGS, nullptr},
     {"minimum_cut", planner::minimum_cut, METH_VARARGS, nullptr},
+    {"prices", planner::prices, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {

@@ -1,4 +1,4 @@
-// The simulator, the annealing and the minimum cut as Python functions of the extension.
+// The simulator, the annealing, the minimum cut and prices as Python functions of the extension.
 //
 // Problem: the planner has its graph in Python lists. Invariant: arguments are checked before they are
 // used as indices, and copied, so that annealing and cuts run without the GIL. Rejected: a graph that is
@@ -8,6 +8,7 @@
 #include "anneal.h"
 #include "flow.h"
 #include "objects.h"
+#include "prices.h"
 
 #include <memory>
 
@@ -251,6 +252,39 @@ inline PyObject* minimum_cut(PyObject*, PyObject* args) {
     side = Network(nodes, head, std::move(room)).cut();
   }
   return PyBytes_FromStringAndSize(side.data(), static_cast<Py_ssize_t>(side.size()));
+  END_HANDLE_TH_ERRORS
+}
+
+// prices(rows, low, top, x, prices, weight, steps, enough): the best prices, the columns there and the
+// weight; `rows` are the costs, where rows begin, their columns, coefficients and right sides.
+inline PyObject* prices(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *lists, *low, *top, *x, *start;
+  double weight, enough;
+  long long steps;
+  if (!PyArg_ParseTuple(args, "O!OOOOdLd", &PyTuple_Type, &lists, &low, &top, &x, &start, &weight, &steps,
+                        &enough)) {
+    return nullptr;
+  }
+  auto [cost, begin, columns, coefficients, right] =
+      py::handle(lists)
+          .cast<std::tuple<Numbers, std::vector<int32_t>, std::vector<int32_t>, Numbers, Numbers>>();
+  Program program{cost, right, py::handle(low).cast<Numbers>(), py::handle(top).cast<Numbers>(),
+                  coefficients, begin, columns};
+  Point point{py::handle(x).cast<Numbers>(), py::handle(start).cast<Numbers>()};
+  for (size_t size : {program.low.size(), program.top.size(), point.x.size()}) check(size == cost.size());
+  check(point.prices.size() == right.size() && begin.size() == right.size() + 1);
+  check(columns.size() == coefficients.size() && begin.front() == 0 && weight > 0);
+  check(static_cast<size_t>(begin.back()) == columns.size() && std::is_sorted(begin.begin(), begin.end()));
+  check_within(columns, 0, static_cast<int64_t>(cost.size()));
+  for (size_t column = 0; column < cost.size(); ++column) check(program.low[column] <= program.top[column]);
+  Pricing pricing(program, std::move(point), weight);
+  {
+    py::gil_scoped_release unlocked;
+    pricing.run(steps, enough);
+  }
+  const Point& best = pricing.best();
+  return py::make_tuple(best.prices, best.x, pricing.weight()).release().ptr();
   END_HANDLE_TH_ERRORS
 }
 

@@ -36,6 +36,7 @@ from lowtide.planner.lowest import lowest
 from lowtide.planner.moments import worst_moments
 from lowtide.planner.polish import Polish, polish
 from lowtide.planner.prove import prove as raised
+from lowtide.planner.relaxed import PriceWith
 from lowtide.planner.repair import Problem, grow, shrink, trace_of
 from lowtide.planner.search import LARGE, SCREEN, SEGMENTS, Search, nested_anchors, offer_anchors
 from lowtide.planner.segments import Boundaries
@@ -73,6 +74,7 @@ def solve(
     prove: bool = False,
     polish_with: Polish | None = None,
     cut_with: CutWith | None = None,
+    price_with: PriceWith | None = None,
 ) -> Solution:
     """The cheapest plan found whose peak is at most `limit - margin`.
 
@@ -99,7 +101,7 @@ def solve(
 
     `polish_with` never decides whether something fits: the same limits are refused without it.
     With `prove`, as much time again is spent on raising the bound; the plan stays the same.
-    `cut_with` makes that faster, so that more is proved.
+    `cut_with` makes that faster, so that more is proved; `price_with` allows for linear programs.
     """
     began = perf_counter()
     search = Search(Problem(Simulator(graph)), limit - margin, began + time_limit)
@@ -122,7 +124,7 @@ def solve(
     if prove and search.main is not None and search.fits and not search.near_bound():
         search.bound = raised(
             search.problem, search.limit, search.plain, search.best, search.main, search.bound,
-            cut_with,
+            cut_with, price_with,
         )  # fmt: skip
     return search.solution(began)
 

@@ -42,7 +42,7 @@ def worst_moments(backward: list[int], limit: int, count: int) -> list[int]:
     return sorted(chosen)
 
 
-def _small(sizes: list[int], total: int) -> int:
+def small_up_to(sizes: list[int], total: int) -> int:
     """The largest size such that all values up to it have at most `total` bytes together."""
     found = below = 0
     for size in sorted(sizes):
@@ -76,7 +76,7 @@ class Moments:
         self, sim: Simulator, moments: list[int], limit: int, cut_with: CutWith | None = None
     ) -> None:
         self.sim = sim
-        small = _small(sim.nbytes, limit // NEGLIGIBLE)
+        small = small_up_to(sim.nbytes, limit // NEGLIGIBLE)
         self.rooms = [room_at(sim, moment_at(sim, moment), limit) for moment in moments]
         self.network = Network(2, cut_with)
         self.paid: list[tuple[int, float]] = []

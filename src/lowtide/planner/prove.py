@@ -11,6 +11,7 @@ from __future__ import annotations
 from lowtide.planner.branch import Branch, Tree
 from lowtide.planner.flow import CutWith
 from lowtide.planner.moments import worst_moments
+from lowtide.planner.relaxed import PriceWith, relaxed
 from lowtide.planner.repair import Candidate, Problem, trace_of
 from lowtide.planner.simulate import Trace
 
@@ -26,6 +27,11 @@ PROBE = 3
 """One part in this many of the work is spent on trying all combinations of moments alike."""
 NEAR = 0.98
 """A moment of the plan above this share of the limit counts as one of its peaks."""
+HIGHEST, SPREAD = 11, 30
+"""Moments that are tried in linear programs: first those that are further from each other than one
+part in `SPREAD` of backward, up to half, then any."""
+CLOSE = 0.99
+"""If this part of the plan's time is proved, no more is tried."""
 LEAST = 8
 """With fewer cuts than this, no more is proved than by the cut at one moment."""
 
@@ -38,8 +44,52 @@ def prove(
     main: tuple[int, float],
     bound: float,
     cut_with: CutWith | None,
+    price_with: PriceWith | None,
 ) -> float:
-    """The best lower bound found, at least `bound`.
+    """The best lower bound found, at least `bound`: by cuts, and by prices if there are any."""
+    if sum(problem.sim.cost) > LONGEST:
+        return bound
+    bound = _by_cuts(problem, limit, plain, best, main, bound, cut_with)
+    if price_with is None or bound >= CLOSE * best.result.seconds:
+        return bound
+    return max(bound, _by_prices(problem, limit, plain, best, main[0], price_with))
+
+
+def _by_prices(
+    problem: Problem,
+    limit: int,
+    plain: Candidate,
+    best: Candidate,
+    main: int,
+    price_with: PriceWith,
+) -> float:
+    """The bound by linear programs. Their moments are the plan's highest, of those that are over
+    the limit in the plain step, whose own peak is the first."""
+    high, over = trace_of(best.result).backward, trace_of(plain.result).backward
+    forward = trace_of(best.result).forward
+    found = sorted(
+        (event for event in range(len(high)) if over[event] > limit),
+        key=lambda event: (-high[event], event),
+    )
+    apart: list[int] = [main] if main >= 0 else []
+    for event in found:
+        if all(abs(event - other) > len(high) // SPREAD for other in apart):
+            apart.append(event)
+    moments = list(dict.fromkeys([*apart[: HIGHEST // 2], *found]))[:HIGHEST]
+    steps = [max(range(len(forward)), key=forward.__getitem__)] if forward else []
+    return relaxed(problem, limit, best.result.seconds, moments, steps, price_with)
+
+
+def _by_cuts(
+    problem: Problem,
+    limit: int,
+    plain: Candidate,
+    best: Candidate,
+    main: tuple[int, float],
+    bound: float,
+    cut_with: CutWith | None,
+) -> float:
+    """The best lower bound that branches over cuts prove, at least `bound`.
 
     `main` is the number of the moment of the plain peak, and the price of a byte there; `best` is
     the plan found. Branch and bound runs on that moment alone and on pairs with another moment;
@@ -48,8 +98,6 @@ def prove(
     """
     event, price = main
     target = best.result.seconds
-    if sum(problem.sim.cost) > LONGEST:
-        return bound
     work, rounds = (WORK, 1) if cut_with is None else (COMPILED_WORK, COMPILED_ROUNDS)
     later = _later(trace_of(plain.result), trace_of(best.result), event, limit)
     later = later[: rounds * LATER]
