@@ -122,11 +122,17 @@ inline PyObject* table_reversed(PyObject* self, PyObject*) {
   return PyObject_GetIter(keys.get());
 }
 
+// With the places of its entries, for `sys.getsizeof`.
+inline PyObject* table_size(PyObject* self, PyObject*) {
+  return PyLong_FromSize_t(sizeof(Table) + as<Table>(self)->entries.bucket_count() * sizeof(Entries::value_type));
+}
+
 inline PyMethodDef table_methods[] = {
     {"get", table_get, METH_O, nullptr},
     {"values", table_values, METH_NOARGS, nullptr},
     {"clear", table_clear, METH_NOARGS, nullptr},
     {"__reversed__", table_reversed, METH_NOARGS, nullptr},
+    {"__sizeof__", table_size, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 inline PyType_Slot table_slots[] = {
