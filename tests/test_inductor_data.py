@@ -11,7 +11,7 @@ from torch import Tensor
 
 import lowtide
 from lowtide import _compat
-from lowtide._compat import partitioner
+from lowtide._compat import partitioner, symbolic
 from lowtide.errors import CompiledWarning
 from once import on_one_recorder
 
@@ -79,7 +79,7 @@ def test_what_finds_a_size_does_not_run_again(monkeypatch: pytest.MonkeyPatch) -
     split = partitioner.JointGraph.split
 
     def watched(graph: Any, saved: list[Any]) -> Any:
-        finding = [n for n in graph.nodes if partitioner.sizes_from_data(n)]
+        finding = [n for n in graph.nodes if symbolic.sizes_from_data(n)]
         shapes = next(s for n in finding for s in n.meta["val"].shape).node.shape_env
         found.append((finding, list(shapes.pending_fresh_unbacked_symbols)))
         forward, backward = split(graph, saved)

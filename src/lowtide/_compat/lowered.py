@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from lowtide._compat.partitioner import largest_hint
+from lowtide._compat.symbolic import largest_hint
 
 _HARMLESS = re.compile(r"\s*(#|assert_|$)")
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lowtide._compat.fakes import fake_mode
+from lowtide._compat.symbolic import without_new_sizes
 
 
 class JointGraph:
@@ -120,7 +120,7 @@ class JointGraph:
             node.dist_from_bw = far
         # To estimate times, torch runs operators on fakes. The sizes that these seem to find in
         # data would be taken for some of the graph.
-        with _remembered_cuts(self.module.graph, self._cuts), _without_new_sizes(self.nodes):
+        with _remembered_cuts(self.module.graph, self._cuts), without_new_sizes(self.nodes):
             return list(choose_saved_values_set(self.module.graph, self.info, budget))
 
     def split(self, saved: list[Any]) -> tuple[Any, Any]:
@@ -270,17 +270,6 @@ def _remembered_cuts(mine: Any, known: dict[Any, Any]) -> Iterator[None]:
         partitioners.solve_min_cut = original
 
 
-@contextlib.contextmanager
-def _without_new_sizes(nodes: list[Any]) -> Iterator[None]:
-    """Forget the symbols that are made meanwhile for sizes that are found in data."""
-    from torch._guards import detect_fake_mode
-
-    mode = detect_fake_mode([node.meta.get("val") for node in nodes])
-    shapes = None if mode is None else mode.shape_env
-    with contextlib.nullcontext() if shapes is None else shapes.ignore_fresh_unbacked_symbols():
-        yield
-
-
 def recomputed_draw(node: Any) -> None:
     """Tag a random operator to draw in the backward what it drew in the forward."""
     from torch.utils.checkpoint import CheckpointPolicy
@@ -300,12 +289,6 @@ def must_be_saved(node: Any) -> bool:
     return node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
 
 
-def sizes_from_data(node: Any) -> bool:
-    """Whether a node finds sizes in its data (`nonzero`), and so defines their symbols, which are
-    defined once."""
-    return bool(node.meta.get("unbacked_bindings"))
-
-
 def is_overload(target: object) -> bool:
     """Whether an FX node calls an operator of the dispatcher."""
     return isinstance(target, torch._ops.OpOverload)
@@ -317,50 +300,6 @@ def fusible_operators() -> frozenset[Any]:
     from torch._functorch.partitioners import get_default_op_list
 
     return frozenset(get_default_op_list().fusible_ops)
-
-
-_FAR = 1 << 62  # no size
-_UNKNOWN = 4096  # what a size is taken for if nothing is known of it
-
-
-def largest_hint(hint: Callable[[int], int]) -> int:
-    """What `hint` says of a size, given a fallback for the symbols in it whose values are found in
-    data, as by `nonzero`: for these the largest that they can have, where that is known."""
-    most = hint(_FAR)
-    return most if most < _FAR else hint(_UNKNOWN)
-
-
-def size_hint(size: Any) -> int:
-    """A size as an integer, without a guard: for a symbol, its value at compilation or, if it is
-    found in data, the largest that it can have."""
-    if isinstance(size, int):
-        return size
-    from torch.fx.experimental.symbolic_shapes import optimization_hint
-
-    return largest_hint(lambda fallback: int(optimization_hint(size, fallback=fallback)))
-
-
-def is_bounded(size: Any) -> bool:
-    """Whether a size is a number, or has a value at compilation or a largest one."""
-    if isinstance(size, int):
-        return True
-    from torch.fx.experimental.symbolic_shapes import optimization_hint
-
-    return int(optimization_hint(size, fallback=_FAR)) < _FAR
-
-
-_fake_mode_of_hints = functools.cache(lambda: fake_mode())
-
-
-def with_hinted_sizes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory, with the sizes of `tensor` at compilation if they are symbolic."""
-    if all(isinstance(size, int) for size in (*tensor.shape, *tensor.stride())):
-        return tensor
-    sizes, strides = map(size_hint, tensor.shape), map(size_hint, tensor.stride())
-    with _fake_mode_of_hints():
-        return torch.empty_strided(
-            tuple(sizes), tuple(strides), dtype=tensor.dtype, device=tensor.device
-        )
 
 
 def as_hook(choose: Callable[..., tuple[Any, Any]]) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from lowtide import _compat
-from lowtide._compat import partitioner
+from lowtide._compat import partitioner, symbolic
 from lowtide.inductor.nodes import (
     by_element,
     device_of,
@@ -338,7 +338,7 @@ class Joint:
             and not _compat.schema_of(node.target).is_mutable
             and not (draws(node) and self.fuse and node.target.namespace != "aten")
             and self._changed.isdisjoint(reads)
-            and not partitioner.sizes_from_data(node)
+            and not symbolic.sizes_from_data(node)
         )
         args, kwargs = values_of((node.args, node.kwargs))
         result = node.meta.get("val")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lowtide import _compat
-from lowtide._compat import partitioner
+from lowtide._compat import partitioner, symbolic
 from lowtide.tape.values import flatten
 
 # Never inlined elementwise into their readers.
@@ -44,7 +44,7 @@ def in_channels_last(value: Any) -> Any:
 def numel_of(tensor: torch.Tensor) -> int:
     count = 1
     for size in tensor.shape:
-        count *= partitioner.size_hint(size)
+        count *= symbolic.size_hint(size)
     return count
 
 
@@ -76,17 +76,17 @@ def nbytes_of(tensor: torch.Tensor) -> int:
     """Bytes of the storage that sizes and strides reach."""
     reach = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        size = partitioner.size_hint(size)
+        size = symbolic.size_hint(size)
         if size == 0:
             return 0
-        reach += (size - 1) * partitioner.size_hint(stride)
+        reach += (size - 1) * symbolic.size_hint(stride)
     return reach * tensor.element_size()
 
 
 def has_unknown_sizes(node: Any) -> bool:
     """Whether it returns tensors whose sizes are found in data, of which nothing is known."""
     tensors = [t for t in flatten(node.meta.get("val")) if isinstance(t, torch.Tensor)]
-    return not all(partitioner.is_bounded(size) for t in tensors for size in t.shape)
+    return not all(symbolic.is_bounded(size) for t in tensors for size in t.shape)
 
 
 def writes(node: Any) -> bool:
@@ -126,9 +126,9 @@ def values_of(tree: Any) -> Any:
     if isinstance(tree, torch.fx.Node):
         return values_of(tree.meta.get("val"))
     if isinstance(tree, torch.SymInt):
-        return partitioner.size_hint(tree)
+        return symbolic.size_hint(tree)
     if isinstance(tree, torch.Tensor):
-        return partitioner.with_hinted_sizes(tree)
+        return symbolic.with_hinted_sizes(tree)
     if isinstance(tree, dict):
         return {key: values_of(item) for key, item in tree.items()}
     if isinstance(tree, list | tuple):
