@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import lowtide
 from against_plain import counted, tape_records
 from lowtide.errors import BudgetError, UncountedWarning
+from lowtide.learning.depth import _PATIENCE
 from lowtide.running.earlier import Earlier
 from lowtide.running.where import Where
 from once import on_one_recorder
@@ -387,6 +388,28 @@ class Heads:
         for left, loss in zip((2, 1, 0), losses, strict=True):
             loss.backward(retain_graph=left > 0)
         return torch.stack([loss.detach() for loss in losses])
+
+
+def test_the_plan_for_several_backwards_is_forgotten_when_only_one_comes() -> None:
+    """What a second backward would need is dropped, and made again, for nothing."""
+    budget = lowtide.budget(int(0.7 * train(lambda: Retained(9), contextlib.nullcontext, 1)[0][0]))
+    model, x, kept = deep(), torch.randn(BATCH, WIDTH), []
+    for step in range(2 + _PATIENCE + 8):
+        model.zero_grad()
+        with budget:
+            loss = model(x).square().mean()
+            loss.backward(retain_graph=step < 2)
+            if step < 2:
+                loss.backward()
+        kept.append(budget.report().kept_bytes)
+    always = lowtide.budget(budget.report().limit)
+    for _ in range(4):
+        model.zero_grad()
+        with always:
+            model(x).square().mean().backward()
+    most = always.report().kept_bytes or 0
+    assert (kept[_PATIENCE // 2] or most) < most
+    assert kept[-1] == pytest.approx(most, rel=0.1)
 
 
 @pytest.mark.parametrize("share", [0.6, 0.5])

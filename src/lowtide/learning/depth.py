@@ -23,22 +23,29 @@ class Depth:
         self._all = False  # a backward has asked for all that was planned, since it was last asked
         self._more: tuple[tuple[Signature, ...], int] | None = None  # a forward, and its requests
         self._left = 0
+        self._fewer = 0  # backwards in a row that have asked for less than planned
 
     def strayed(self, followed: Prepared, count: int) -> bool:
         """A backward that followed a plan made `count` requests: whether that is more than planned,
         so that nothing shows that it kept its limit."""
         planned = len(followed.graph.events)
         self._all = self._all or count >= planned
+        self._fewer = 0 if count >= planned else self._fewer + 1
         if count > planned:
             self._more, self._left = (followed.signatures, count), _PATIENCE
         return count > planned
+
+    def only_fewer(self) -> bool:
+        """Whether so many backwards in a row have asked for less than planned that one which asks
+        for all is not expected any more: their own plan may keep more."""
+        return self._fewer >= _PATIENCE
 
     def shallower(self, seen: Sequence[Signature], count: int, followed: Prepared | None) -> bool:
         """Whether a watched step, whose backward made `count` requests, is one of those that ask
         for less than others of the same forward do. Its own plan would be too small for them."""
         if followed is not None:
             if count >= len(followed.graph.events):
-                self._all = True
+                self._all, self._fewer = True, 0
                 return False
             others, self._all = self._all, False
             return others

@@ -191,8 +191,10 @@ class Planning:
     def _asked_in_part(self, followed: Prepared) -> None:
         """The backward of a step that followed its plan asked for less than planned: what it passed
         over stayed in memory. Plan for that, as nothing shows whether it kept the limit."""
-        if followed.graph == followed.graph.retained():
-            return  # planned for that already
+        if followed.graph == followed.graph.retained():  # planned for that already
+            if self._ranks is None and self.depth.only_fewer():
+                self._plans.remove(followed)
+            return
         before = followed.seen.before
         limit = self._allowance.planned(followed.plain_peak, before)
         found = Learned.of(followed).in_part().search(limit)
