@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from brute_force import brute_force, choices
-from graphs import random_graph, with_cut, with_later
+from graphs import random_graph, run_twice, with_cut, with_later, with_nodes
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from test_moments import contested
@@ -75,11 +75,15 @@ def replays_up_to(problem: Problem, retain: list[int], count: int) -> list[int]:
 @given(
     seed=st.integers(0, 10**9),
     ops=st.integers(3, 14),
-    changed=st.sampled_from((with_cut, with_later, None)),
+    changed=st.sampled_from((with_cut, with_later, with_nodes, None)),
+    twice=st.booleans(),
     data=st.data(),
 )
-def test_every_plan_keeps_the_rows(seed: int, ops: int, changed: Any, data: st.DataObject) -> None:
+def test_every_plan_keeps_the_rows(
+    seed: int, ops: int, changed: Any, twice: bool, data: st.DataObject
+) -> None:
     graph = random_graph(seed, ops)
+    graph = run_twice(graph) if twice else graph
     problem = Problem(Simulator(graph if changed is None else changed(graph, seed)))
     events = len(problem.sim.event_value)
     assume(events)
