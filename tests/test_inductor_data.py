@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import lowtide
 from lowtide import _compat
@@ -108,3 +109,17 @@ def test_a_size_of_which_nothing_is_known_is_said() -> None:
         warnings.simplefilter("error", CompiledWarning)
         backend = lowtide.CompileBudget("1 GB", compiler="aot_eager")
         torch.compile(lambda x: x.exp().sum(), backend=backend, dynamic=True)(x).backward()
+
+
+def test_the_largest_size_is_that_of_the_whole_expression() -> None:
+    """Twice the largest value is not where a difference has its largest, nor a half no size."""
+    shapes = ShapeEnv()
+    bounded, free = shapes.create_unbacked_symint(), shapes.create_unbacked_symint()
+    torch._check(bounded >= 0)
+    torch._check(bounded <= 100)
+    sizes = bounded, 100 - bounded, bounded // 2, 7
+    assert [symbolic.size_hint(size) for size in sizes] == [100, 100, 50, 7]
+    assert all(map(symbolic.is_bounded, sizes))
+    for size in (free, free // 2, 100 - free, free + bounded):
+        assert not symbolic.is_bounded(size)
+        assert 0 <= symbolic.size_hint(size) < 1 << 20

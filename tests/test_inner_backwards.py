@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -138,3 +139,49 @@ def test_every_recorder_knows_while_it_replays_inside_the_forward(
     noted.clear()
     slope.sum().backward()
     assert not noted  # the forward is over, and nothing is dropped any more
+
+
+class Inside(torch.autograd.Function):
+    """Its backward has what it saved while it runs that of a graph which its forward made."""
+
+    @staticmethod
+    def forward(ctx: Any, model: nn.Module, *xs: Tensor) -> Tensor:
+        with torch.enable_grad():
+            ctx.inner = model(sum(x.detach() for x in xs).requires_grad_())  # type: ignore[union-attr]
+        ctx.save_for_backward(*xs)
+        return ctx.inner.detach().sum()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        xs = ctx.saved_tensors
+        torch.autograd.backward(ctx.inner, gradient.expand_as(ctx.inner))
+        ctx.inner = None
+        return None, *[x * 0.001 for x in xs]
+
+
+def test_what_a_node_was_given_is_there_while_it_runs_another_backward() -> None:
+    """Others ask next, of a backward that this node runs; each `x` is asked for later, too."""
+    model, batch = tower(), torch.randn(64, 32)
+    scales = nn.ParameterList([nn.Parameter(torch.randn(())) for _ in range(3)])
+
+    def step() -> None:
+        xs = [batch * scale for scale in scales]
+        (sum(x.sin().sum() for x in xs) + Inside.apply(model, *xs)).backward()
+
+    graph = lowtide.plan(step).graph
+    assert len(graph.events) > 6
+    # It has them until they are released, whoever asks for them meanwhile.
+    for event, value in enumerate([each.value for each in graph.events[:3]]):
+        assert len(graph.asked[value]) == 2
+        assert graph.ends[event] == graph.release[value]
+        assert graph.latest[value] == graph.first_event[value]
+    budget = lowtide.budget(0.8)
+    step()
+    expected = [p.grad for p in (*model.parameters(), *scales)]
+    for _ in range(3):
+        for parameter in (*model.parameters(), *scales):
+            parameter.grad = None
+        with budget:
+            step()
+        found = [p.grad for p in (*model.parameters(), *scales)]
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))  # type: ignore[arg-type]

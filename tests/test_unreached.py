@@ -180,6 +180,20 @@ def test_what_a_write_to_a_view_makes_is_not_for_the_next_call() -> None:
     assert spans[-1] == (written + 1, written + 1)
 
 
+def test_what_is_multiplied_in_place_is_saved_for_that() -> None:
+    """Its node is made and saves the factor; the clone that it saves next has a node of its own."""
+    x = torch.randn(8, requires_grad=True)
+    made, factor = x * 1.0, x * 2.0
+    nodes, spans = Nodes(), []
+    first = _compat.newest_node() + 1
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    with Counted(nodes), hooks(lambda t: spans.append(nodes.saving()) or t, lambda t: t):
+        made.mul_(factor)
+    assert made.grad_fn is not None
+    assert made.grad_fn._sequence_nr() == first
+    assert spans == [(first, first), (first, first + 1)]
+
+
 def numbered(run: Callable[[], Any]) -> tuple[Any, Numbers]:
     """A result, and the numbers of the nodes that were made for it."""
     before = _compat.newest_node()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -13,6 +14,7 @@ from naive import peak_and_replays
 
 from lowtide.errors import UsageError
 from lowtide.learning.learned import Learned
+from lowtide.observing.requests import Request, following
 from lowtide.observing.seen import Seen
 from lowtide.planner import HOLD, NEVER, Event, Graph, OpNode, Simulator, ValueNode, simulate
 from lowtide.planner.graph import UNKNOWN
@@ -294,6 +296,20 @@ def test_what_a_node_was_given_counts_until_it_is_over() -> None:
     assert found.trace.start[2] == 2
     assert found.seconds == seconds(2.0, 2.0)
     assert found.trace.backward == [4 + 10 + 30, 6 + 10 + 20, 6 + 10 + 20, 8 + 10]
+
+
+def test_a_node_is_over_if_the_next_request_shows_it() -> None:
+    def ask(*nodes: tuple[int, int] | None, ended: Sequence[int] = ()) -> list[int]:
+        requests = [Request(0, 0, 0, 0, node) for node in nodes]
+        return following(requests, frozenset(ended))
+
+    one, two, inner = (5, 1), (5, 2), (6, 9)
+    assert ask(two, two, one) == [1, 0, 0]
+    assert ask(two, inner, two, one, ended=[2]) == [2, 0, 0, 0]  # and again when that is over
+    # Is it over, or does it run the next one? One that has ended does not.
+    assert ask(two, inner, one) == [UNKNOWN, UNKNOWN, 0]
+    assert ask(two, inner, one, ended=[1, 2]) == [0, 0, 0]
+    assert ask(two, None, one) == [UNKNOWN, UNKNOWN, 0]
 
 
 def test_a_node_of_which_nothing_is_known_has_what_it_was_given_until_that_is_released() -> None:

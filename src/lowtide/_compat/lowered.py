@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from lowtide._compat.symbolic import largest_hint
+from lowtide._compat.symbolic import expression_hint
 
 _HARMLESS = re.compile(r"\s*(#|assert_|$)")
 
@@ -165,9 +165,8 @@ def _graph() -> Any:
 def _nbytes(buffer: Any) -> int:
     graph = _graph()
     size = graph.get_allocation_storage_size(buffer)
-    hint = graph.sizevars.optimization_hint
     itemsize: int = buffer.get_dtype().itemsize
-    return largest_hint(lambda fallback: int(hint(size, fallback=fallback))) * itemsize
+    return expression_hint(size, graph.sizevars.shape_env) * itemsize
 
 
 def _nodes(buffer: Any) -> tuple[str, ...]:

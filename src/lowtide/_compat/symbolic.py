@@ -2,16 +2,15 @@
 
 Problem: what a graph takes is counted in bytes, and compiled code has symbols where shapes vary or
 are found in data. Invariant: asking adds no guard; a symbol that is found in data counts as the
-largest that it can be. `optimization_hint` and the sets of new symbols have no public names as of
-torch 2.13. Imports fakes and torch. Rejected: sizes of the example alone, which know nothing of
-what data decides.
+largest that it can be. What is known of symbols has no public names as of torch 2.13. Imports fakes
+and torch. Rejected: sizes of the example alone, which know nothing of what data decides.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,30 +21,33 @@ _FAR = 1 << 62  # no size
 _UNKNOWN = 4096  # what a size is taken for if nothing is known of it
 
 
-def largest_hint(hint: Callable[[int], int]) -> int:
-    """What `hint` says of a size, given a fallback for the symbols in it whose values are found in
-    data, as by `nonzero`: for these the largest that they can have, where that is known."""
-    most = hint(_FAR)
-    return most if most < _FAR else hint(_UNKNOWN)
-
-
 def size_hint(size: Any) -> int:
     """A size as an integer, without a guard: for a symbol, its value at compilation or, if it is
     found in data, the largest that it can have."""
     if isinstance(size, int):
         return size
-    from torch.fx.experimental.symbolic_shapes import optimization_hint
+    return expression_hint(size.node.expr, size.node.shape_env)
 
-    return largest_hint(lambda fallback: int(optimization_hint(size, fallback=fallback)))
+
+def expression_hint(size: Any, shapes: Any) -> int:
+    """The same of an expression of symbols, given what is known of these."""
+    if (most := _most(size, shapes)) is not None:
+        return most
+    return max(0, int(shapes.optimization_hint(size, fallback=_UNKNOWN)))
 
 
 def is_bounded(size: Any) -> bool:
     """Whether a size is a number, or has a value at compilation or a largest one."""
-    if isinstance(size, int):
-        return True
-    from torch.fx.experimental.symbolic_shapes import optimization_hint
+    return isinstance(size, int) or _most(size.node.expr, size.node.shape_env) is not None
 
-    return int(optimization_hint(size, fallback=_FAR)) < _FAR
+
+def _most(size: Any, shapes: Any) -> int | None:
+    """Symbols that stand for what inputs have count with their values at compilation, even if they
+    may be larger."""
+    known = shapes.backed_var_to_val
+    values = {symbol: known[symbol] for symbol in size.free_symbols if symbol in known}
+    most = shapes.bound_sympy(size.xreplace(values)).upper
+    return max(0, int(most)) if most.is_Integer and most < _FAR else None
 
 
 _fake_mode_of_hints = functools.cache(lambda: fake_mode())

@@ -20,7 +20,7 @@ from lowtide.backward.accumulation import accumulation
 from lowtide.backward.gradients import lifetimes, of_unmade
 from lowtide.backward.operation import Call, costs
 from lowtide.backward.places import Place, places_of
-from lowtide.planner.graph import Event
+from lowtide.planner.graph import UNKNOWN, Event
 
 if TYPE_CHECKING:
     from lowtide.observing.logs import OpLog
@@ -117,6 +117,8 @@ class Asked(NamedTuple):
     nodes: Numbers = (0, -1)
     """The first and the last node of autograd's graph that it may have been saved for; none: it is
     not known."""
+    custom: bool = False
+    """Whether a custom Function may have saved it, whose backward may run another one."""
 
     def may_be_with(self, other: Asked) -> bool:
         """Whether one node may ask for both."""
@@ -154,7 +156,7 @@ def modelled_events(
     ops = deadgraphs.without(seen.ops, dead) if dead else seen.ops
     memory = _memory(seen, sizes, ops, dead, ended)
     if requests is None:
-        order = _to_come(seen, places)
+        order = _to_come(seen, places, ended)
         # A retained graph keeps the handles that it has unpacked.
         released = {} if seen.retains else {asked.value: i for i, asked in enumerate(order)}
     else:
@@ -219,7 +221,7 @@ def _events(
     after each, having asked for them or not."""
     begins, runs, adds, takes = memory
     events = []
-    for index, (number, low, high, _) in enumerate(order):
+    for index, (number, low, high, *_) in enumerate(order):
         following = order[index + 1].high if index + 1 < len(order) else -1
         # A write through a view copies gradients before it asks for what it saved.
         base = max(begins[low], begins[high] + sum(ops[high].through or ()))
@@ -234,9 +236,10 @@ def _events(
 
 
 def _following(order: list[Asked], index: int) -> int:
-    """How many requests it takes from one to the last that may be of the same node. A node has
-    saved what it asks for at one operation."""
+    """`Event.more`: how many requests it takes from one to the last that may be of its node."""
     asked, last, next_ = order[index], index, index + 1
+    if asked.custom:
+        return UNKNOWN
     while next_ < len(order) and order[next_].high >= asked.low:
         if asked.may_be_with(order[next_]):
             last = next_
@@ -244,13 +247,15 @@ def _following(order: list[Asked], index: int) -> int:
     return last - index
 
 
-def _to_come(seen: Observer, places: Sequence[Place]) -> list[Asked]:
+def _to_come(seen: Observer, places: Sequence[Place], ended: set[int]) -> list[Asked]:
     """The requests for what is saved by now, in the order in which backward will make them."""
     alive = deadgraphs.alive(seen)
     keys = [(-high, -low, result, i) for i, (low, high, result) in enumerate(places) if alive[i]]
     order = [key[-1] for key in sorted(keys)]
     return [
-        Asked(seen.last_save[i][0], places[i].low, places[i].high, seen.nodes[i]) for i in order
+        Asked(value, places[i].low, places[i].high, seen.nodes[i], saved - 1 in ended)
+        for i in order
+        for value, saved in [seen.last_save[i]]
     ]
 
 

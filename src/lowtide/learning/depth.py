@@ -38,7 +38,10 @@ class Depth:
     def only_fewer(self) -> bool:
         """Whether so many backwards in a row have asked for less than planned that one which asks
         for all is not expected any more: their own plan may keep more."""
-        return self._fewer >= _PATIENCE
+        if self._fewer < _PATIENCE:
+            return False
+        self._fewer = 0
+        return True
 
     def shallower(self, seen: Sequence[Signature], count: int, followed: Prepared | None) -> bool:
         """Whether a watched step, whose backward made `count` requests, is one of those that ask

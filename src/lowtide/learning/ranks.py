@@ -19,7 +19,8 @@ import torch
 
 from lowtide.errors import BudgetError, UsageError
 from lowtide.observing.externals import External, externals_of, with_externals
-from lowtide.planner import Graph
+from lowtide.planner import Event, Graph
+from lowtide.planner.graph import UNKNOWN
 
 T = TypeVar("T")
 
@@ -177,11 +178,18 @@ def merged(graphs: Sequence[Graph]) -> Graph:
             other=max(node.other for node in nodes),
             peak_other=max(node.peak_other for node in nodes),
             after=max(node.after for node in nodes),
+            more=_later_of(nodes),
         )
         for nodes in zip(*(graph.events for graph in graphs), strict=True)
     )
     turn = max(graph.turn for graph in graphs)
     return replace(first, values=values, ops=ops, events=events, turn=turn)
+
+
+def _later_of(events: Sequence[Event]) -> int:
+    """`Event.more`, for the rank whose node is over last."""
+    more = [event.more for event in events]
+    return UNKNOWN if UNKNOWN in more else max(more)
 
 
 def _with_all_externals(graphs: Sequence[Graph]) -> list[Graph]:

@@ -69,6 +69,7 @@ class Lives:
         self.making = Nodes()
         self.first: dict[tuple[int, int], int] = {}  # such a save -> its value then, if it moved
         self.requests: list[Request] = []
+        self.backwards: set[int] = set()  # how many requests there were when each ended
         self.released: dict[int, int] = {}
         self.freed: dict[int, int] = {}  # those of them released in backward -> mark just before
         self.evicted: dict[int, int] = {}

@@ -38,10 +38,11 @@ def measured_events(
     """One for each request of a step that was measured. `sizes`: of each value, in bytes."""
     assert seen.timeline is not None
     levels, rises = seen.timeline.levels, seen.timeline.rises
-    requests, held = seen.requests, _held(seen, sizes, externals)
+    requests, more = seen.requests, following(seen.requests, seen.backwards)
+    held = _held(seen, sizes, more, externals)
     releases = _releases(seen, len(requests), len(rises))
     events = []
-    for index, (request, more) in enumerate(zip(requests, following(requests), strict=True)):
+    for index, request in enumerate(requests):
         end = requests[index + 1].entry if index + 1 < len(requests) else len(rises)
         over = max((seen.freed.get(released, -1) for released in releases[index]), default=-1)
         if not request.answer < over < end:  # nothing is released before the next request
@@ -58,13 +59,15 @@ def measured_events(
                 max(0, peak - there),
                 releases[index],
                 max(0, after - there) if over < end else 0,
-                more,
+                more[index],
             )
         )
     return tuple(events)
 
 
-def _held(seen: Observer, sizes: list[int], externals: Iterable[External]) -> _Held:
+def _held(
+    seen: Observer, sizes: list[int], more: list[int], externals: Iterable[External]
+) -> _Held:
     count = len(seen.requests)
     change, fresh = [0] * (count + 1), [0] * count
     ends: list[list[tuple[int, int]]] = [[] for _ in range(count)]
@@ -86,14 +89,12 @@ def _held(seen: Observer, sizes: list[int], externals: Iterable[External]) -> _H
         there.setdefault(number, []).append((start, end))
         if number not in seen.pinned:
             lives(sizes[number], start, end, died)
-    for index, (request, more) in enumerate(
-        zip(seen.requests, following(seen.requests), strict=True)
-    ):
+    for index, request in enumerate(seen.requests):
         number = request.value
         if number in seen.pinned or any(a <= index <= b for a, b in there.get(number, ())):
             continue
         # The node that asked for it has it, and nothing else.
-        lives(sizes[number], index, index + max(more, 0), FOREVER)
+        lives(sizes[number], index, index + max(more[index], 0), FOREVER)
     for external in externals:
         if external.measured and external.last >= 0:
             lives(external.nbytes, -1, min(external.last, count - 1), FOREVER)

@@ -363,7 +363,7 @@ class Observer(CutOff):
     def request(self, value: Value, operation: int) -> None:
         if value.number >= 0:
             mark = self.memory.mark() if self.memory is not None else 0
-            node = _compat.node_in_backward()
+            node = None if torch.is_grad_enabled() else _compat.node_in_backward()
             asks = None if node is None else (_compat.backward_number(), node)
             self.requests.append(Request(value.number, operation, mark, mark, asks))
             self._missed = value.held is None
@@ -383,6 +383,7 @@ class Observer(CutOff):
 
     def mark_end(self) -> None:
         """A backward is over; what follows the last such mark does not belong to the step."""
+        self.backwards.add(len(self.requests))
         if self.memory is not None:
             self._end = self.memory.mark()
             self._gradients = self.leaves.left()

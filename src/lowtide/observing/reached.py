@@ -36,9 +36,10 @@ class Nodes:
         self._before = self._saved = self._newest  # none of the next call's; when one saved last
 
     def ran(self) -> None:
-        """An operation has run."""
+        """An operation has run. It may be a clone of what another one is about to overwrite, which
+        has saved something before and saves the clone after this."""
         newest = _compat.newest_node()
-        self._last = self._since(newest)
+        self._last = self._before + 1, newest
         self._newest = self._before = self._saved = newest
 
     def saving(self) -> Numbers:

@@ -76,7 +76,7 @@ def rebuild(seen: Observer) -> Graph:
         ]
     events = backward.events
     if asked is not None:
-        pairs = zip(events, following(seen.requests), strict=True)
+        pairs = zip(events, following(seen.requests, seen.backwards), strict=True)
         events = tuple([replace(event, more=more) for event, more in pairs])
     return with_externals(Graph(values, ops, events), externals)
 

@@ -30,6 +30,8 @@ NEAR = 0.98
 HIGHEST, SPREAD = 11, 30
 """Moments that are tried in linear programs: first those that are further from each other than one
 part in `SPREAD` of backward, up to half, then any."""
+PRICED = 2_000
+"""Operations: the rows of more take longer than the work that there is for them."""
 CLOSE = 0.99
 """If this part of the plan's time is proved, no more is tried."""
 LEAST = 8
@@ -51,6 +53,8 @@ def prove(
         return bound
     bound = _by_cuts(problem, limit, plain, best, main, bound, cut_with)
     if price_with is None or bound >= CLOSE * best.result.seconds:
+        return bound
+    if len(problem.sim.cost) > PRICED:
         return bound
     return max(bound, _by_prices(problem, limit, plain, best, main[0], price_with))
 

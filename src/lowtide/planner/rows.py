@@ -8,8 +8,9 @@ Invariant: every plan gives a 0 or 1 to each column such that all rows are kept,
 the sum of the columns' costs. For moments m0 < m1 < .., span k is the events after m(k-1) up to and
 with mk; the first span begins with backward, the last ends with it.
 
-Columns: `there` is 1 if a value is held (place 0), or in memory at the event mk (place k + 1), as
-the simulator counts it; `runs` if an operation is replayed in a span; `later` if it is after mk.
+Columns: `there` is 1 if a value is held (place 0), or held or retained at the event mk (place
+k + 1), but not if only a node has it; `runs` if an operation is replayed in a span; `later` if it
+is in that span or after it, in all but the last.
 Small values are left out, and so are operations that make nothing else.
 
 Why plans keep the rows. A value that is in memory stays until the end of its life, and that is not
