@@ -37,7 +37,8 @@ class Depth:
 
     def only_fewer(self) -> bool:
         """Whether so many backwards in a row have asked for less than planned that one which asks
-        for all is not expected any more: their own plan may keep more."""
+        for all is not expected any more: their own plan may keep more. If so, the count begins
+        anew."""
         if self._fewer < _PATIENCE:
             return False
         self._fewer = 0

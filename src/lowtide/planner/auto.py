@@ -121,11 +121,8 @@ def solve(
         search.offer(small[0], "small")
         if polish_with is not None and not search.near_bound():
             polish(search, polish_with, *small)
-    if prove and search.main is not None and search.fits and not search.near_bound():
-        search.bound = raised(
-            search.problem, search.limit, search.plain, search.best, search.main, search.bound,
-            cut_with, price_with,
-        )  # fmt: skip
+    if prove and search.fits and not search.near_bound():
+        search.bound = raised(search, cut_with, price_with)
     return search.solution(began)
 
 

@@ -12,7 +12,8 @@ from lowtide.planner.branch import Branch, Tree
 from lowtide.planner.flow import CutWith
 from lowtide.planner.moments import worst_moments
 from lowtide.planner.relaxed import PriceWith, relaxed
-from lowtide.planner.repair import Candidate, Problem, trace_of
+from lowtide.planner.repair import trace_of
+from lowtide.planner.search import Search
 from lowtide.planner.simulate import Trace
 
 WORK = 200_000
@@ -38,39 +39,23 @@ LEAST = 8
 """With fewer cuts than this, no more is proved than by the cut at one moment."""
 
 
-def prove(
-    problem: Problem,
-    limit: int,
-    plain: Candidate,
-    best: Candidate,
-    main: tuple[int, float],
-    bound: float,
-    cut_with: CutWith | None,
-    price_with: PriceWith | None,
-) -> float:
-    """The best lower bound found, at least `bound`: by cuts, and by prices if there are any."""
-    if sum(problem.sim.cost) > LONGEST:
+def prove(search: Search, cut_with: CutWith | None, price_with: PriceWith | None) -> float:
+    """The best lower bound found, at least that of the search: by cuts, and by prices if there are
+    any. The search has a plan that fits, and a main moment."""
+    cost = search.problem.sim.cost
+    if search.main is None or sum(cost) > LONGEST:
+        return search.bound
+    bound = _by_cuts(search, *search.main, cut_with)
+    if price_with is None or len(cost) > PRICED or bound >= CLOSE * search.best.result.seconds:
         return bound
-    bound = _by_cuts(problem, limit, plain, best, main, bound, cut_with)
-    if price_with is None or bound >= CLOSE * best.result.seconds:
-        return bound
-    if len(problem.sim.cost) > PRICED:
-        return bound
-    return max(bound, _by_prices(problem, limit, plain, best, main[0], price_with))
+    return max(bound, _by_prices(search, search.main[0], price_with))
 
 
-def _by_prices(
-    problem: Problem,
-    limit: int,
-    plain: Candidate,
-    best: Candidate,
-    main: int,
-    price_with: PriceWith,
-) -> float:
+def _by_prices(search: Search, main: int, price_with: PriceWith) -> float:
     """The bound by linear programs. Their moments are the plan's highest, of those that are over
     the limit in the plain step, whose own peak is the first."""
-    high, over = trace_of(best.result).backward, trace_of(plain.result).backward
-    forward = trace_of(best.result).forward
+    plan, limit = trace_of(search.best.result), search.limit
+    high, over, forward = plan.backward, trace_of(search.plain.result).backward, plan.forward
     found = sorted(
         (event for event in range(len(high)) if over[event] > limit),
         key=lambda event: (-high[event], event),
@@ -81,29 +66,22 @@ def _by_prices(
             apart.append(event)
     moments = list(dict.fromkeys([*apart[: HIGHEST // 2], *found]))[:HIGHEST]
     steps = [max(range(len(forward)), key=forward.__getitem__)] if forward else []
-    return relaxed(problem, limit, best.result.seconds, moments, steps, price_with)
+    seconds = search.best.result.seconds
+    return relaxed(search.problem, limit, seconds, moments, steps, price_with)
 
 
-def _by_cuts(
-    problem: Problem,
-    limit: int,
-    plain: Candidate,
-    best: Candidate,
-    main: tuple[int, float],
-    bound: float,
-    cut_with: CutWith | None,
-) -> float:
-    """The best lower bound that branches over cuts prove, at least `bound`.
+def _by_cuts(search: Search, event: int, price: float, cut_with: CutWith | None) -> float:
+    """The best lower bound that branches over cuts prove, at least that of the search.
 
-    `main` is the number of the moment of the plain peak, and the price of a byte there; `best` is
-    the plan found. Branch and bound runs on that moment alone and on pairs with another moment;
-    with faster cuts, a third moment is added to the pair that proved most, and then a fourth. The
-    combination that proved most gets the rest of the work.
+    `event` is the number of the moment of the plain peak, and `price` that of a byte there. Branch
+    and bound runs on that moment alone and on pairs with another moment; with faster cuts, a third
+    moment is added to the pair that proved most, and then a fourth. The combination that proved
+    most gets the rest of the work.
     """
-    event, price = main
-    target = best.result.seconds
+    problem, limit, target = search.problem, search.limit, search.best.result.seconds
     work, rounds = (WORK, 1) if cut_with is None else (COMPILED_WORK, COMPILED_ROUNDS)
-    later = _later(trace_of(plain.result), trace_of(best.result), event, limit)
+    plain, best = trace_of(search.plain.result), trace_of(search.best.result)
+    later = _later(plain, best, event, limit)
     later = later[: rounds * LATER]
     size = len(problem.sim.cost) + len(problem.sim.nbytes)
     trees: list[Tree] = []
@@ -125,7 +103,7 @@ def _by_cuts(
         chosen = trees[0].moments
     for tree in trees:
         left -= tree.grow(left)
-    return max(bound, *(tree.bound for tree in trees)) if trees else bound
+    return max([search.bound, *(tree.bound for tree in trees)])
 
 
 def _starts(moments: list[int], event: int, price: float) -> list[list[float]]:
