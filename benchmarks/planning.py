@@ -9,7 +9,8 @@ difference in CPU seconds within a turn. By then the budget has planned again fr
 With `--large` the same networks get batches as people train with. Activations then outweigh
 gradients and what a single operation needs by so much that 30, 20 and 15 % can be reached too.
 `--more` plans for the networks of `more_models.py`. `--longer` gives the annealing as many times
-the usual work, as the search beside training does for steps that take long.
+the usual work, as the search beside training does for steps that take long. `--instructions` plans
+with the workspaces that oneDNN takes on another CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide import engine
+from lowtide import _compat, engine
 from lowtide.plans import Plan, plan_step
 from models import (
     WORKLOADS,
@@ -87,7 +88,12 @@ def main() -> None:
     parser.add_argument("--large", action="store_true", help="batches as people train with")
     parser.add_argument("--more", action="store_true", help="the networks of more_models.py")
     parser.add_argument("--longer", type=int, default=1, help="times the usual annealing")
+    parser.add_argument("--instructions", choices=["AVX512", "AVX2"], help="of the CPU planned for")
     options = parser.parse_args()
+    if options.instructions:
+        if options.measure:
+            parser.error("--measure runs on this CPU: leave --instructions out")
+        _compat.onednn_instructions = lambda: options.instructions
     anneal = engine.annealing
     engine.annealing = lambda times=options.longer: anneal(times)
     rounds = 0 if not options.measure else 3 if options.large else 5 if options.quick else 15
