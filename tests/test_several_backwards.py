@@ -435,6 +435,54 @@ def test_a_dry_run_plans_several_backwards_through_one_graph() -> None:
     assert 0 < plan.lower_bound <= plan.overhead
 
 
+class OfOne(nn.Module):
+    """Attention and two heads, of which the gradients of one are taken by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(11, 48), nn.LayerNorm(48)
+        self.inside, self.outside = nn.Linear(48, 144), nn.Linear(48, 48)
+        self.heads = nn.ModuleList([nn.Linear(48, 11), nn.Linear(48, 4)])
+        self.words, self.parts = torch.randint(11, (16, 8)), [self]
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        x = self.embedding(self.words)
+        parts = self.inside(self.norm(x)).view(16, 8, 3, 2, 24).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*parts, is_causal=True, dropout_p=0.1)
+        x = x + self.outside(mixed.transpose(1, 2).reshape(16, 8, 48))
+        first, second = (head(x) for head in self.heads)
+        return F.cross_entropy(first.flatten(0, 1), self.words.flatten()), second.square().mean()
+
+    def backward(self, first: Tensor, second: Tensor) -> None:
+        weights = list(self.parameters())
+        found = torch.autograd.grad(first, weights, retain_graph=True, allow_unused=True)
+        for weight, gradient in zip(weights, found, strict=True):
+            weight.grad = gradient
+        del found, gradient
+        second.backward()
+
+
+@pytest.mark.parametrize("share", [0.8, 0.85, 0.9, 0.95])
+def test_what_the_first_of_several_backwards_shows_holds_for_the_plan_of_all(share: float) -> None:
+    """Also if the first step is refused at its second backward: it is planned as a whole then."""
+    torch.manual_seed(0)
+    model = OfOne()
+
+    def step(context: Context) -> None:
+        model.zero_grad()
+        with context:
+            losses = model()
+        model.backward(*losses)
+
+    limit = int(share * lowtide.measure(step, contextlib.nullcontext()).peak_bytes)
+    budget = lowtide.budget(limit)
+    with contextlib.suppress(BudgetError):
+        step(budget)
+    peaks = [lowtide.measure(step, budget).peak_bytes for _ in range(6)]
+    assert max(peaks) <= limit
+    assert budget.report().planned
+
+
 class AtTimes(nn.Module):
     """Residual blocks, of which the last reaches the loss as a number without a graph at times."""
 

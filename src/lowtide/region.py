@@ -17,6 +17,8 @@ from lowtide.policies import OperationInfo, keeps, means_keep
 from lowtide.step import Nested, Recording, current_recorder
 
 if TYPE_CHECKING:
+    import torch
+
     from lowtide.tape.operators import Facts
     from lowtide.tape.regions import Region
     from lowtide.tape.values import Handle, Operation, Value
@@ -61,7 +63,7 @@ class RegionDecisions:
     def requested(self, handle: Handle) -> None:
         pass
 
-    def answered(self, value: Value) -> None:
+    def answered(self, value: Value, given: torch.Tensor) -> None:
         pass
 
     def retained(self, value: Value, request: Handle) -> bool:

@@ -82,7 +82,7 @@ def unpack(packed: Any) -> Any:
             if tape.recorder is not None:
                 tape.recorder.adopt(value, base)
         hand_over(value, base)
-        tape.decisions.answered(value)
+        tape.decisions.answered(value, base)
         free_once_asked(packed)
         tensor = _as_saved(base, packed.ref)
         _compat.keep_from_leaves(tensor)

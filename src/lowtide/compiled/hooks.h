@@ -290,7 +290,11 @@ inline at::Tensor unpack_handle(Handle* handle) {
     }
   }
   order_after_its_stream(value, base);
-  if (told) tell(decisions.get(), answered, owner.get());
+  if (told) {
+    Owned given(checked(THPVariable_Wrap(base)));
+    PyObject* arguments[] = {decisions.get(), owner.get(), given.get()};
+    Owned done(checked(PyObject_VectorcallMethod(answered, arguments, 3, nullptr)));
+  }
   free_once_asked(handle);
   return as_saved(handle, base);
 }

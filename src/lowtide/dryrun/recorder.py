@@ -315,7 +315,7 @@ def _given(packed: Any) -> Any:
     base = value.held
     if base is None:
         raise RuntimeError("backward needs a tensor that was overwritten in place")
-    packed.tape.decisions.answered(value)
+    packed.tape.decisions.answered(value, base)
     base = as_dtype(base, ref)
     if base.shape == ref.size and ref.fits(base):
         return base

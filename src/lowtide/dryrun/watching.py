@@ -137,9 +137,9 @@ class _Everything:
     def replayed(self, operations: list[Operation], seconds: float) -> None:
         """Ignored: only a value that was overwritten in place is replayed here."""
 
-    def answered(self, value: Value) -> None:
+    def answered(self, value: Value, given: torch.Tensor) -> None:
         if self.begun and value.number >= 0:
-            self.observer.answered()
+            self.observer.answered(value, given)
 
     def out_of_memory(self, facts: Facts, func: Any, args: Any, kwargs: Any, attempt: int) -> bool:
         return False

@@ -164,15 +164,17 @@ class Planning:
             elif over and timeline is not None and followed is not None and not covered:
                 self._shortfalls.note(learned, timeline.peak)
             learned = self._shortfalls.with_room(self.partings.with_room(learned))
-        worth = covered or over or self._worth_planning(decisions, learned, usual)
+        more = followed is not None and len(observer.requests) > len(followed.graph.events)
+        worth = covered or over or more or self._worth_planning(decisions, learned, usual)
         if self._ranks is not None:  # planned where all ranks enter the next step
             self._news[learned.step] = learned
             if worth:
                 self._wanted[learned.step] = None
-        elif worth and followed is not None and kept:
+        elif worth and followed is not None and kept and not more:
             self._plan_better(learned, followed, limit, only_if_faster=decisions.check_up and usual)
         elif worth:
-            self._plan_next(learned, kept=kept and followed is None, left=observer.left())
+            without = followed is None or more  # a plan for all that was asked for
+            self._plan_next(learned, kept=kept and without, left=observer.left())
 
     def _learned(self, observer: Observer, followed: Prepared | None) -> Learned:
         graph, measured = graph_of(observer), observer.timeline is not None

@@ -21,7 +21,7 @@ from lowtide.learning.learned import Learned
 from lowtide.learning.refusals import refusing
 from lowtide.learning.rests import Rests
 from lowtide.memory import margins
-from lowtide.observing.graphs import graph_before, graph_of, whole_graph
+from lowtide.observing.graphs import graph_before, graph_of, whole_graph, with_earlier
 from lowtide.observing.observer import Observer
 from lowtide.planner import Graph, minimum, plain_peak
 from lowtide.planner.resume import forward_over, from_held, settled_in, with_margin
@@ -161,7 +161,10 @@ class Settling:
         again = (
             prepared is None
             and not decisions.estimated
-            and any(self._planned_from_the_start(graph, observer) for graph in graphs)
+            and any(
+                self._planned_from_the_start(with_earlier(observer, graph), observer)
+                for graph in graphs
+            )
         )
         raise refusing(
             forward_over(whole, held),

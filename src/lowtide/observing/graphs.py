@@ -10,6 +10,7 @@ parts would hand on.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lowtide import _compat
@@ -41,6 +42,22 @@ def graph_before(observer: Observer, first: int) -> Graph:
         return released_last(whole_graph(observer), {number for number, _ in alive})
     finally:
         observer.dead = dead
+
+
+def with_earlier(observer: Observer, graph: Graph) -> Graph:
+    """The step with the backwards that have run before the one that `graph` has the events of. What
+    that one releases, they have kept."""
+    if not observer.requests:
+        return graph
+    before = graph_of(observer)
+    if len(before.values) != len(graph.values) or len(before.ops) != len(graph.ops):
+        return graph
+    kept = {value for event in before.events for value in event.releases}
+    kept.difference_update(value for event in graph.events for value in event.releases)
+    earlier = tuple([replace(event, releases=()) for event in before.events])
+    *others, last = (*earlier, *graph.events)
+    last = replace(last, releases=tuple(sorted(kept.union(last.releases))))
+    return replace(graph, events=(*others, last))
 
 
 def whole_graph(observer: Observer) -> Graph:

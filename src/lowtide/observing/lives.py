@@ -24,6 +24,8 @@ from lowtide.observing.requests import Request
 from lowtide.tape.values import Handle, Value
 
 if TYPE_CHECKING:
+    import torch
+
     from lowtide.memory.marks import Marks
 
 
@@ -79,6 +81,7 @@ class Lives:
         self._named: dict[int, weakref.ref[Any]] = {}  # storages of dropped values, still alive
         self.held: dict[int, tuple[int, int]] = {}  # value -> events of its life in backward
         self.ended: dict[int, int] = {}  # those of them that died -> the newest of `freed` then
+        self.given: dict[int, int] = {}  # requests whose answer only a node had -> mark at its end
         # Earlier lives, over before another backward began: (value, first and last event, mark).
         self.earlier_lives: list[tuple[int, int, int, int]] = []
         self._freed = 0  # that mark
@@ -245,6 +248,16 @@ class Lives:
                 self.ended[number] = self._freed
 
         self._refs.append(weakref.ref(value, died))
+
+    def gives(self, storage: torch.UntypedStorage) -> None:
+        """The last request is answered with what nothing else has: note when that dies."""
+        index = len(self.requests) - 1
+
+        def gone(_: Any) -> None:
+            if self.memory is not None and threading.get_ident() == self._asked_on:
+                self.given[index] = self.memory.mark() or FOREVER
+
+        self._refs.append(weakref.ref(storage, gone))
 
     def retained(self, value: Value) -> None:
         if value.number not in self.held:

@@ -94,7 +94,8 @@ def _held(
         if number in seen.pinned or any(a <= index <= b for a, b in there.get(number, ())):
             continue
         # The node that asked for it has it, and nothing else.
-        lives(sizes[number], index, index + max(more[index], 0), FOREVER)
+        died = seen.given.get(index, FOREVER)
+        lives(sizes[number], index, index + max(more[index], 0), died)
     for external in externals:
         if external.measured and external.last >= 0:
             lives(external.nbytes, -1, min(external.last, count - 1), FOREVER)

@@ -370,10 +370,12 @@ class Observer(CutOff):
             self._asked_on = threading.get_ident()
             self.externals.asked(len(self.requests))
 
-    def answered(self) -> None:
+    def answered(self, value: Value, given: torch.Tensor) -> None:
         """The last request was answered with a tensor."""
         if self._missed and self.requests and self.memory is not None:
             self.requests[-1] = self.requests[-1]._replace(answer=self.memory.mark())
+            if value.held is None:
+                self.gives(given.untyped_storage())
 
     def stop_measuring(self) -> None:
         """Something else begins before this step is over: the two could not be told apart."""

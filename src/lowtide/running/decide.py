@@ -170,6 +170,8 @@ class StepDecisions(ForwardDecisions):
             begin()
         except BaseException as error:
             self.begun = False  # refused or interrupted: a second call of backward begins anew
+            # If another backward of it has run, that one alone is not the step.
+            self.failed = self.failed or (self.ended and isinstance(error, BudgetError))
             self.owner.given.refused(self, error)
             if isinstance(error, BudgetError) and self.where.device.type != "cpu":
                 leftover.leaves(self, self.where.device)
@@ -317,9 +319,9 @@ class StepDecisions(ForwardDecisions):
         self.stop_measuring()  # the step does not go as planned any more
         return self.drop_replayed()
 
-    def answered(self, value: Value) -> None:
+    def answered(self, value: Value, given: torch.Tensor) -> None:
         if self.observer is not None and self.begun and value.number >= 0:
-            self.observer.answered()
+            self.observer.answered(value, given)
 
     def watch_end(self, callback: Callable[[], None]) -> None:
         """Call back when the backward that runs now ends; if none runs, wait for the real one."""
