@@ -60,9 +60,11 @@ class Enabled(Removable):
 
     @property
     def active(self) -> bool:
+        """Whether any of it is still on the model."""
         return self._what is not None and self._what.active
 
     def remove(self) -> None:
+        """Make the model's forward plain again. A second call does nothing."""
         what, self._what = self._what, None
         if what is not None:
             what.remove()
