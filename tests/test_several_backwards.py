@@ -416,10 +416,10 @@ def test_the_plan_for_several_backwards_is_forgotten_when_only_one_comes() -> No
 def test_backwards_through_one_graph_have_one_plan(share: float) -> None:
     """A value is made for one backward, dropped, and made again for the next: what is kept of the
     first one alone brings the memory back to the plain peak."""
-    plain, expected = train(Heads, contextlib.nullcontext, 1)
+    plain, expected = train(Heads, contextlib.nullcontext)
     limit = int(share * max(plain))
     budget = lowtide.budget(limit)
-    peaks, found = train(Heads, lambda: budget, 4)
+    peaks, found = train(Heads, lambda: budget)
     assert max(peaks) <= limit
     assert all(map(torch.equal, expected, found))
     report = budget.report()

@@ -4,8 +4,8 @@ Problem: a region has to decide about each value as a budget does, in microsecon
 before it to learn from. Invariant: whatever its policy keeps is held until the last handle on it is
 gone, and the insides of a region are recomputed for what the region itself is asked for, not for
 regions beside it (rule 9). The compiled replay has the rules of `RegionDecisions` in C++
-(`compiled/replay.h`). Imports step and policies. Rejected: a policy as the decisions' class, which
-users would have to write against the tape.
+(`compiled/replay.h`). Imports step, tape and policies. Rejected: a policy as the decisions' class,
+which users would have to write against the tape.
 """
 
 from __future__ import annotations
@@ -15,21 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide.policies import OperationInfo, keeps, means_keep
 from lowtide.step import Nested, Recording, current_recorder
+from lowtide.tape.tape import Decisions
 
 if TYPE_CHECKING:
-    import torch
-
-    from lowtide.tape.operators import Facts
     from lowtide.tape.regions import Region
     from lowtide.tape.values import Handle, Operation, Value
 
 
-class RegionDecisions:
-    """Decisions of a recording opened by a region: its policy, and nothing else."""
+class RegionDecisions(Decisions):
+    """Decisions of a recording opened by a region: its policy, and nothing else. It holds no limit,
+    and everything that it holds is needed."""
 
     __slots__ = ()
     asks = False
-    where = None
 
     def produced(
         self, op: Operation, made: list[Value], region: Region, args: Any, kwargs: Any
@@ -44,27 +42,6 @@ class RegionDecisions:
             return
         for value in made:
             value.keep = keeps(policy, OperationInfo(op.facts.name, op.facts.func, value.nbytes))
-
-    def saved(self, value: Value, region: Region) -> bool:
-        return False
-
-    def packed(self, handle: Handle, value: Value) -> None:
-        pass
-
-    def gathered(self, keys: list[int], nbytes: int, parts: int) -> None:
-        pass
-
-    def cut_off(self, numbers: int) -> None:
-        pass
-
-    def forgotten(self, value: Value) -> None:
-        pass
-
-    def requested(self, handle: Handle) -> None:
-        pass
-
-    def answered(self, value: Value, given: torch.Tensor) -> None:
-        pass
 
     def retained(self, value: Value, request: Handle) -> bool:
         """What the request's region, or one around it, needs; not the insides of others (rule 9).
@@ -90,18 +67,6 @@ class RegionDecisions:
                     based.add(value)
                 elif value.op is op:
                     value.settle()
-
-    def out_of_memory(self, facts: Facts, func: Any, args: Any, kwargs: Any, attempt: int) -> bool:
-        return False  # everything held here is needed
-
-    def replay_out_of_memory(self, attempt: int) -> bool:
-        return False
-
-    def woken(self, at: int) -> None:
-        pass  # its recorder never idles
-
-    def kept_whole(self) -> None:
-        pass  # regions hold no limit
 
 
 _DECISIONS = RegionDecisions()

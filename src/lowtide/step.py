@@ -93,7 +93,7 @@ def _leave_the_parents_recording() -> None:
     recorder, _open.recorder = _open.recorder, None
     if recorder is None:
         return
-    _compat.take_off_saved_tensor_hooks(recorder.pack)
+    _compat.pop_saved_tensor_hooks(recorder.pack, every=True)
     recorder.leave()
 
 
@@ -213,7 +213,7 @@ class Recording:
     def _leave(self, recorder: Recorder) -> None:
         # Each of these does nothing where it was done before: here, or by a forked process.
         recorder.leave()
-        _compat.take_off_saved_tensor_hooks(recorder.pack)
+        _compat.pop_saved_tensor_hooks(recorder.pack, every=True)
         if _open.recorder is recorder:
             _open.recorder = None
         self.tape.recorder = None

@@ -97,6 +97,9 @@ class ActivationCheckpointing(nn.Module):
         """Return what `fn(*args, **kwargs)` returns; `use_reentrant` has no effect.
 
         The function may be given by name too, `fn=function`.
+
+        Raises:
+            UsageError: `fn` is missing, or is no function.
         """
         if fn is None:
             fn = kwargs.pop("fn", None)

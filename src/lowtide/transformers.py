@@ -56,13 +56,15 @@ class Enabled(Removable):
     def __init__(self, what: FittedBudget | CheckpointedModules | _OwnFunction) -> None:
         self._what: FittedBudget | CheckpointedModules | _OwnFunction | None = what
         self.budget = what if isinstance(what, FittedBudget) else None
-        self.names = () if isinstance(what, FittedBudget) else what.names
+        self.names: tuple[str, ...] = () if isinstance(what, FittedBudget) else what.names
 
     @property
     def active(self) -> bool:
+        """Whether any of it is still on the model."""
         return self._what is not None and self._what.active
 
     def remove(self) -> None:
+        """Make the model's forward plain again. A second call does nothing."""
         what, self._what = self._what, None
         if what is not None:
             what.remove()
@@ -168,7 +170,7 @@ class _OwnFunction(Removable):
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.names = tuple(
+        self.names: tuple[str, ...] = tuple(
             name
             for name, module in model.named_modules()
             if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing

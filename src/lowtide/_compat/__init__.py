@@ -40,7 +40,6 @@ from lowtide._compat.autograd import (
     refuses_hooks,
     runs_python,
     set_grad_mode,
-    take_off_saved_tensor_hooks,
     wanted_bytes,
     written_through,
 )
@@ -302,7 +301,6 @@ __all__ = [
     "stream_of",
     "synchronize",
     "take_off_mode",
-    "take_off_saved_tensor_hooks",
     "taken_apart",
     "through_autograd_again",
     "torch_has",

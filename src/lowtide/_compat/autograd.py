@@ -30,33 +30,20 @@ def push_saved_tensor_hooks(pack: Callable[..., Any], unpack: Callable[..., Any]
     torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
-def pop_saved_tensor_hooks(pack: Callable[..., Any]) -> None:
-    """Take the topmost hooks with this `pack` off the stack, wherever in it they are, and leave the
-    others: a program may have entered hooks of its own that are not left yet.
+def pop_saved_tensor_hooks(pack: Callable[..., Any], *, every: bool = False) -> None:
+    """Take the topmost hooks with this `pack` off the stack, or all of them, wherever in it they
+    are, and leave the others: a program may have entered hooks of its own that are not left yet.
 
     torch's own code reads the topmost hooks in the same way. Unnecessary if the stack can be left
-    in any order.
-    """
-    above = []
-    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        if top[0] == pack:
-            break
-        above.append(top)
-    for hooks in reversed(above):
-        push_saved_tensor_hooks(*hooks)
-
-
-def take_off_saved_tensor_hooks(pack: Callable[..., Any]) -> None:
-    """Take all hooks with this `pack` off the stack, and leave the others.
-
-    Unnecessary when a process that is forked begins without hooks.
+    in any order, and when a process that is forked begins without hooks.
     """
     others = []
     while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
         if top[0] != pack:
             others.append(top)
+        elif not every:
+            break
     for hooks in reversed(others):
         push_saved_tensor_hooks(*hooks)
 

@@ -2,8 +2,8 @@
 
 Problem: Dynamo would trace the recorder, or give up for good on a function that was called while a
 recorder is open. Invariant: as in `lowtide._compat`, of which this is a part; nothing here imports
-Dynamo, which takes seconds, and nothing is changed until something else has. Imports torch.
-Rejected: `torch.compiler.disable` and its like, which import it.
+Dynamo, which takes seconds, and nothing is changed until something else has. Imports `imports`
+and torch. Rejected: `torch.compiler.disable` and its like, which import it.
 """
 
 from __future__ import annotations

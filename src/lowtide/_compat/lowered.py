@@ -4,7 +4,8 @@ Problem: which buffers generated code allocates, and when it frees them, is deci
 Inductor's lowering, and known only from its wrapper's lines, which have private names. Unnecessary
 when Inductor reports what its code allocates. Invariant: as in `lowtide._compat`, of which this is
 the part that only `lowtide.inductor` uses; what is not understood is reported as such, never
-guessed. Imports torch. Rejected: reading the generated text, which says the same less clearly.
+guessed. Imports symbolic and torch. Rejected: reading the generated text, which says the same less
+clearly.
 """
 
 from __future__ import annotations

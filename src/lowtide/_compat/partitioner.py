@@ -4,8 +4,8 @@ Problem: torch.compile splits a joint graph of forward and backward in two. To c
 saves for the other, Inductor has the public hook `custom_partitioner_fn`; the steps around that
 choice have only private names, as of torch 2.13. Unnecessary when the partitioner accepts a
 function that names the saved values. Invariant: as in `lowtide._compat`, of which this is the part
-that only `lowtide.inductor` uses. Imports torch. Rejected: a partitioner of our own, which would
-miss what torch adds to its own.
+that only `lowtide.inductor` uses. Imports symbolic and torch. Rejected: a partitioner of our own,
+which would miss what torch adds to its own.
 """
 
 from __future__ import annotations

@@ -21,12 +21,12 @@ from lowtide.dryrun.traces import Undone
 from lowtide.kernels.costs import CostModel
 from lowtide.memory.counting import Counting
 from lowtide.memory.filled import Filled
-from lowtide.memory.marks import Arrived
+from lowtide.memory.marks import Arrived, Marks
 from lowtide.memory.timeline import Timeline
 
 
-class FakeMemory(Counting):
-    """Counts bytes and seconds of operators on fake tensors; has the interface of `Marks`."""
+class FakeMemory(Counting, Marks):
+    """Counts bytes and seconds of operators on fake tensors, of one step and nothing after it."""
 
     def __init__(self, costs: CostModel, mode: Any) -> None:
         super().__init__()
@@ -104,12 +104,6 @@ class FakeMemory(Counting):
     def note(self, storage: torch.UntypedStorage) -> int:
         self._noted.append(_compat.storage_id(storage) in self._known)
         return len(self._noted) - 1
-
-    def of_step(self, pending: Callable[[], bool]) -> None:
-        """Nothing to do: this memory counts one step only."""
-
-    def over(self) -> None:
-        """Nothing to do: nothing runs after the step."""
 
     def stop(self, then: Arrived) -> None:
         self.mark()

@@ -38,12 +38,7 @@ class StandIns:
         self._saved.take()
         try:
             for module in self.found.modules():
-                for tensors in _compat.parameters_and_buffers(module):
-                    if _compat.is_script(module):  # not among its attributes
-                        self._scripted += [(tensors, *one) for one in tensors.items()]
-                    for name, tensor in list(tensors.items()):
-                        if tensor is not None:
-                            tensors[name] = self.fake(tensor)
+                self._take(module)
             for tensor in self.found.tensors:  # torch fakes those of closures where they are read
                 self._know(tensor)
             for module in self.found.modules():
@@ -58,6 +53,14 @@ class StandIns:
 
     def __exit__(self, *exc: object) -> None:
         self._restore()
+
+    def _take(self, module: Any) -> None:
+        for tensors in _compat.parameters_and_buffers(module):
+            if _compat.is_script(module):  # not among its attributes
+                self._scripted += [(tensors, *one) for one in tensors.items()]
+            for name, tensor in list(tensors.items()):
+                if tensor is not None:
+                    tensors[name] = self.fake(tensor)
 
     def _restore(self) -> None:
         for tensors, name, tensor in self._scripted:

@@ -25,7 +25,7 @@ from lowtide import _compat
 from lowtide._compat import fakes
 from lowtide.errors import DryRunWarning, users_frame
 from lowtide.tape.operators import FACTS, facts_of
-from lowtide.tape.values import flatten, tensors_in
+from lowtide.tape.values import tensors_at, tensors_in
 
 _CACHE: Any = type(functools.lru_cache(lambda: None))
 # Autograd's thread of a device lets go of a graph a moment after its backward has returned.
@@ -48,12 +48,8 @@ class Undone:
         # With a fake argument it runs on shapes only, but the version moves all the same.
         runs = not any(map(fakes.is_fake, tensors_in(args, kwargs)))
         for place in facts.writes:
-            if isinstance(place, str):
-                argument = kwargs.get(place)
-            else:
-                argument = args[place] if place < len(args) else None
-            for tensor in flatten(argument):
-                if isinstance(tensor, torch.Tensor) and not fakes.is_fake(tensor):
+            for tensor in tensors_at(place, args, kwargs):
+                if not fakes.is_fake(tensor):
                     self._keep(tensor, runs)
 
     def _keep(self, tensor: torch.Tensor, content: bool) -> None:

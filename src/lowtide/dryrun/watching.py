@@ -28,8 +28,8 @@ from lowtide.memory.marks import Marks
 from lowtide.observing.observer import Observer
 from lowtide.running.prepared import Signature, signature_of
 from lowtide.step import Recording
-from lowtide.tape.operators import Facts
 from lowtide.tape.regions import Region
+from lowtide.tape.tape import Decisions
 from lowtide.tape.values import Handle, Operation, Value
 
 
@@ -87,11 +87,11 @@ class Watching(Observer):
             self._inside.pop()
 
 
-class _Everything:
-    """Decisions of a step in which nothing is recomputed. See `lowtide.tape.tape.Decisions`."""
+class _Everything(Decisions):
+    """Decisions of a step in which nothing is recomputed but what was overwritten in place. It is
+    recorded in Python, and never idles."""
 
     asks = True
-    where = None  # values count whatever their device is
 
     def __init__(self, observer: Observer) -> None:
         self.observer = observer
@@ -110,12 +110,6 @@ class _Everything:
     def packed(self, handle: Handle, value: Value) -> None:
         self.observer.saved(value, handle)
 
-    def gathered(self, keys: list[int], nbytes: int, parts: int) -> None:
-        pass
-
-    def cut_off(self, numbers: int) -> None:
-        pass
-
     def forgotten(self, value: Value) -> None:
         self.observer.let_go(value)
 
@@ -131,27 +125,9 @@ class _Everything:
         value = handle.value
         self.observer.request(value, handle.sequence)
 
-    def retained(self, value: Value, request: Handle) -> bool:
-        return False
-
-    def replayed(self, operations: list[Operation], seconds: float) -> None:
-        """Ignored: only a value that was overwritten in place is replayed here."""
-
     def answered(self, value: Value, given: torch.Tensor) -> None:
         if self.begun and value.number >= 0:
             self.observer.answered(value, given)
-
-    def out_of_memory(self, facts: Facts, func: Any, args: Any, kwargs: Any, attempt: int) -> bool:
-        return False
-
-    def replay_out_of_memory(self, attempt: int) -> bool:
-        return False
-
-    def woken(self, at: int) -> None:
-        pass  # its recorder never idles
-
-    def kept_whole(self) -> None:
-        pass  # dry runs record in Python
 
 
 def tensors_of(result: Any) -> list[torch.Tensor]:

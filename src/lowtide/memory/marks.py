@@ -10,7 +10,7 @@ events and timeline. Rejected: two code paths in the budget.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
@@ -21,33 +21,31 @@ from lowtide.memory.timeline import Timeline
 Arrived = Callable[[Timeline | None], None]
 
 
-class Marks(Protocol):
+class Marks:
     """A running measurement."""
 
     def mark(self) -> int:
         """Put a mark here; returns its index."""
-        ...
+        raise NotImplementedError
 
     def note(self, storage: torch.UntypedStorage) -> int:
         """Note a storage that was there at the last mark; returns its place in
         `Timeline.known`."""
-        ...
+        raise NotImplementedError
 
     def of_step(self, pending: Callable[[], bool]) -> None:
         """What is measured is a step; it is wanted as long as `pending` says that this is
         pending."""
-        ...
 
     def over(self) -> None:
         """Nothing more is measured, unless another mark follows."""
-        ...
 
     def stop(self, then: Arrived) -> None:
         """End it; `then` is called with the timeline, now or when that is available."""
-        ...
+        raise NotImplementedError
 
 
-class OwnEvents:
+class OwnEvents(Marks):
     """Memory events of our own, on the CPU."""
 
     def __init__(self, events: MemoryEvents) -> None:
@@ -75,7 +73,7 @@ class OwnEvents:
         then(None if self._cut else timeline)
 
 
-class SharedEvents:
+class SharedEvents(Marks):
     """Marks in a recording that was started around the step, as `measure` does, or for a step of
     another budget whose backward is still to come.
 
@@ -101,12 +99,6 @@ class SharedEvents:
 
     def note(self, storage: torch.UntypedStorage) -> int:
         return self._events.note(storage)
-
-    def of_step(self, pending: Callable[[], bool]) -> None:
-        pass
-
-    def over(self) -> None:
-        pass
 
     def stop(self, then: Arrived) -> None:
         if self._over:
@@ -171,7 +163,7 @@ def reset_peak(device: torch.device) -> _compat.Given:
     return given
 
 
-class DeviceCounters:
+class DeviceCounters(Marks):
     """The counters of the allocator of an accelerator. Resets its peak statistics.
 
     They do not separate what was there at a mark from what was allocated after it: a rise is too
@@ -198,12 +190,6 @@ class DeviceCounters:
         """Whenever it was allocated, its release is counted."""
         self._noted += 1
         return self._noted - 1
-
-    def of_step(self, pending: Callable[[], bool]) -> None:
-        pass
-
-    def over(self) -> None:
-        pass
 
     def stop(self, then: Arrived) -> None:
         self.mark()

@@ -89,7 +89,7 @@ class ForwardDecisions(StepAlone):
                 and covers(planned, signature)
                 and _same_kernel(prepared, index, args)
             ):
-                self._as_chosen(prepared, op, made)
+                self._as_chosen(prepared, made)
             else:
                 self._changed(prepared, op, made, args)
         if self.headroom is not None:  # it has just left its plan, and goes alone from here on
@@ -110,7 +110,7 @@ class ForwardDecisions(StepAlone):
         if recorder is not None and torch.is_grad_enabled():
             self.others_save = _compat.other_hooks_than(recorder.pack)
 
-    def _as_chosen(self, prepared: Prepared, op: Operation, made: list[Value]) -> None:
+    def _as_chosen(self, prepared: Prepared, made: list[Value]) -> None:
         for value in made:
             choice = prepared.choices[value.number]
             if choice >= 0:
@@ -134,7 +134,7 @@ class ForwardDecisions(StepAlone):
             return
         # The other plan would have held and dropped the same values so far: it takes over.
         self.prepared, self.covered = found, covered
-        self._as_chosen(found, op, made)
+        self._as_chosen(found, made)
         if self._follower is not None:
             self._follower.follow(found, self._ceiling(found), covered=covered)
 
@@ -180,7 +180,7 @@ class ForwardDecisions(StepAlone):
             self._crowded = False  # that was about the plan just left
             count = made[0].number if made else len(found.choices)
             self.switched = self.switched or left is None or not _holds(left, found, count)
-            self._follow(found, op, made)
+            self._follow(found, made)
             if self._follower is not None:
                 self._follower.follow(found, self._ceiling(found), covered=covered)
         else:
@@ -189,7 +189,7 @@ class ForwardDecisions(StepAlone):
             if self.recorder is not None:
                 self._watch_room().take_over()
 
-    def _follow(self, prepared: Prepared, op: Operation | None, made: list[Value]) -> None:
+    def _follow(self, prepared: Prepared, made: list[Value]) -> None:
         """Change to a plan: drop what it would not have held."""
         choices, dropped = prepared.choices, []
         alive = self._made.alive() if self.observer is None else self.observer.alive()

@@ -21,11 +21,12 @@ from lowtide.running.follower import Follower
 from lowtide.running.prepared import Prepared, Signature
 from lowtide.running.room import Room, elsewhere
 from lowtide.tape.operators import Facts
-from lowtide.tape.tape import Tape
+from lowtide.tape.tape import Decisions, Tape
 from lowtide.tape.values import Handle, Operation, Value, WeakList
 
 if TYPE_CHECKING:
     from lowtide.loop import Loop
+    from lowtide.running.where import Where
     from lowtide.tape.recorder import Recorder
 
 _SPARE = 200  # 1/200 of the limit is left for bytes that no tape counts
@@ -41,7 +42,7 @@ class Tally:
     """The operation at which the step left its plan and found no other."""
 
 
-class StepInRoom:
+class StepInRoom(Decisions):
     """The part of `lowtide.running.decide.StepDecisions` that keeps the live bytes down."""
 
     def __init__(
@@ -55,7 +56,7 @@ class StepInRoom:
         self.prepared = prepared
         self.observer = observer
         self.owner = owner
-        self.where = owner.where
+        self.where: Where = owner.where
         self.check_up = check_up  # measured only because no step was for a long time
         self.tally = Tally()
         self.live = [0]

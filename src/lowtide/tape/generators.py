@@ -3,7 +3,7 @@
 Problem: a replayed dropout must draw the same mask and leave no trace in the user's generators.
 Invariant: reading a state never synchronises a device (CUDA states are a seed and an offset that
 live on the host). What is read, kept and put back is not in a tensor allocator's memory where that
-can be helped: a step of a few kilobytes would exceed its limit by it. Imports torch. Rejected:
+can be helped: a step of a few kilobytes would exceed its limit by it. Imports `_compat`. Rejected:
 saving every generator once per region, as checkpointing that re-runs Python does: that misses
 explicit generators and draws between two operations.
 """

@@ -297,7 +297,7 @@ class Known:
         if entry.counter is None and _compat.storage_key(held) == entry.key:
             entry.counter = self.new_counter(held)
 
-    def _overwriting(self, entry: Entry, hidden: bool = False) -> None:
+    def _overwriting(self, entry: Entry, hidden: bool) -> None:
         """A call is about to write a storage; see `watch.overwriting`."""
         value = entry.value or (entry.weak() if entry.weak is not None else None)
         if value is not None and value.held is not None:

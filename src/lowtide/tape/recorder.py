@@ -132,10 +132,38 @@ class Recorder(Handed, _compat.Mode):
     ) -> Any:
         """`_run_recorded` for operators that only read and make tensors, which most calls are."""
         refs: list[Ref] = []
-        template = list(args)
+        template, named = list(args), dict(kwargs) if kwargs else kwargs
+        region = self.region
+        if not self._encode_simple(template, named, refs):
+            if self.timed and self.before is not None:
+                self.before(facts, func, args, kwargs)
+            result = _compat.called(func, args, kwargs)
+            self._register(None, result, [])
+            return result
+        kind = RareOperation if self.timed else Operation
+        op = kind(facts, template, named, refs, self.sequence, torch.is_grad_enabled(),
+                  self._ambient() if facts.ambient else None)  # fmt: skip
+        if self.before is not None:
+            self.before(facts, func, args, kwargs)
+        if isinstance(op, RareOperation):
+            op.casting = _compat.casting_now()
+            start = time.perf_counter()
+            result = _compat.called(func, args, kwargs)
+            op.seconds = time.perf_counter() - start
+        else:
+            result = _compat.called(func, args, kwargs)
+        self.sequence += 1  # only now: a call that raises is not an operation of the step
+        made: list[Value] = []
+        self._register(op, result, made)
+        if self._asks or region.policy is not None:
+            self.decisions.produced(op, made, region, args, kwargs)
+        return result
+
+    def _encode_simple(self, template: list[Any], named: dict[str, Any], refs: list[Ref]) -> bool:
+        """`_encode` for all arguments of a call, with a short way for what the tape has made."""
         table, region = self.table, self.region
         known = True
-        for place, argument in enumerate(args):
+        for place, argument in enumerate(template):
             kind = type(argument)
             if kind is Tensor and argument.layout is _STRIDED and not argument.is_nested:
                 storage = argument.untyped_storage()
@@ -168,35 +196,7 @@ class Recorder(Handed, _compat.Mode):
                     refs.append(ref)
             elif kind is list or isinstance(argument, Tensor):
                 known = self._encode(template, (place,), refs, ()) and known
-        if kwargs:
-            named = dict(kwargs)
-            known = self._encode(named, list(named), refs, ()) and known
-        else:
-            named = kwargs
-        if not known:
-            if self.timed and self.before is not None:
-                self.before(facts, func, args, kwargs)
-            result = _compat.called(func, args, kwargs)
-            self._register(None, result, [])
-            return result
-        kind = RareOperation if self.timed else Operation
-        op = kind(facts, template, named, refs, self.sequence, torch.is_grad_enabled(),
-                  self._ambient() if facts.ambient else None)  # fmt: skip
-        if self.before is not None:
-            self.before(facts, func, args, kwargs)
-        if isinstance(op, RareOperation):
-            op.casting = _compat.casting_now()
-            start = time.perf_counter()
-            result = _compat.called(func, args, kwargs)
-            op.seconds = time.perf_counter() - start
-        else:
-            result = _compat.called(func, args, kwargs)
-        self.sequence += 1  # only now: a call that raises is not an operation of the step
-        made: list[Value] = []
-        self._register(op, result, made)
-        if self._asks or region.policy is not None:
-            self.decisions.produced(op, made, region, args, kwargs)
-        return result
+        return (not named or self._encode(named, list(named), refs, ())) and known
 
     def _run_recorded(
         self, facts: Facts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -3,8 +3,8 @@
 Problem: a device may be full before a limit is reached, and a step that should fit would end there.
 Invariant: an operation is run again only if the failed attempt left no trace: it writes to none of
 its arguments, and random states and running statistics are restored. If it cannot be run again, the
-allocator's own error is raised. Imports torch. Rejected: starting the step anew, which would run
-user code twice (rule 2).
+allocator's own error is raised. Imports `_compat` and generators. Rejected: starting the step
+anew, which would run user code twice (rule 2).
 """
 
 from __future__ import annotations

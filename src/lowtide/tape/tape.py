@@ -11,29 +11,32 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lowtide.tape.regions import Region
 from lowtide.tape.values import Handle, Value
 
 if TYPE_CHECKING:
+    import torch
+
     from lowtide.running.where import Where
     from lowtide.tape.operators import Facts
     from lowtide.tape.recorder import Recorder
     from lowtide.tape.values import Operation
 
 
-class Decisions(Protocol):
-    """What the tape asks a plan or a policy. Implementations hold no tensors."""
+class Decisions:
+    """What the tape asks a plan or a policy; here it holds, retains and frees nothing.
+    Implementations hold no tensors."""
+
+    __slots__ = ()
 
     asks: bool
     """Whether it wants to be told of operations and saves even where no region has a policy. If
     not, it is `RegionDecisions`, whose rule for `retained` the compiled replay has in C++."""
 
-    @property
-    def where(self) -> Where | None:
-        """The device whose bytes count; None: all devices."""
-        ...
+    where: Where | None = None
+    """The device whose bytes count; None: all devices."""
 
     def produced(
         self, op: Operation, made: list[Value], region: Region, args: Any, kwargs: Any
@@ -42,46 +45,38 @@ class Decisions(Protocol):
 
         `args` and `kwargs` are the call's own, for policies that look at them; do not store them.
         """
-        ...
 
     def saved(self, value: Value, region: Region) -> bool:
         """Whether to hold a value that autograd is saving now."""
-        ...
+        return False
 
     def packed(self, handle: Handle, value: Value) -> None:
         """Autograd received a handle on `value`; called again if the handle moves to another."""
-        ...
 
     def gathered(self, keys: list[int], nbytes: int, parts: int) -> None:
         """FSDP2 has gathered parameters of so many bytes, whose storages have these keys, from so
         many ranks."""
-        ...
 
     def cut_off(self, numbers: int) -> None:
         """Nothing can make the values so far again, of which there are so many numbers, once their
         part of the model has ended: FSDP2 has freed its parameters. The tape holds what something
         reads after that."""
-        ...
 
     def forgotten(self, value: Value) -> None:
         """All graphs that had saved a held value died in the forward: it is about to be dropped."""
-        ...
 
     def requested(self, handle: Handle) -> None:
         """Autograd asks for a saved tensor: the next event of backward."""
-        ...
 
     def retained(self, value: Value, request: Handle) -> bool:
         """Whether to hold a value that a replay has made on the way to another."""
-        ...
+        return False
 
     def replayed(self, operations: list[Operation], seconds: float) -> None:
         """These operations were run again, in this order, which took this long."""
-        ...
 
-    def answered(self, value: Value) -> None:
-        """The tensor that autograd asked for is there."""
-        ...
+    def answered(self, value: Value, given: torch.Tensor) -> None:
+        """The tensor that autograd asked for is there, in the memory of `given`."""
 
     def out_of_memory(self, facts: Facts, func: Any, args: Any, kwargs: Any, attempt: int) -> bool:
         """The device has no room for an operation of the forward: free something.
@@ -89,22 +84,20 @@ class Decisions(Protocol):
         `attempt` is how often this operation has failed before. Returns whether anything was
         freed, so that another attempt makes sense.
         """
-        ...
+        return False
 
     def replay_out_of_memory(self, attempt: int) -> bool:
         """The device has no room for a replay that backward has asked for: free something, as in
         `out_of_memory`."""
-        ...
+        return False
 
     def woken(self, at: int) -> None:
         """After `at` calls that were not recorded, as the recorder idled, the step turns out to be
         another one: from here on it is recorded."""
-        ...
 
     def kept_whole(self) -> None:
         """The compiled recorder met wrapper subclasses and can drop nothing of them; the next
         recording, which is in Python, can."""
-        ...
 
 
 class Tape:

@@ -11,7 +11,7 @@ everything until the step ends and leaks when a backward never comes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -412,3 +412,14 @@ def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tens
         elif isinstance(argument, list | tuple):
             found.extend(t for t in flatten(argument) if isinstance(t, torch.Tensor))
     return found
+
+
+def tensors_at(
+    place: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[torch.Tensor]:
+    """The tensors of the argument at a position or with a keyword, if the call has that."""
+    if isinstance(place, str):
+        argument = kwargs.get(place)
+    else:
+        argument = args[place] if place < len(args) else None
+    return [item for item in flatten(argument) if isinstance(item, torch.Tensor)]

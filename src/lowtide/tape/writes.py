@@ -11,6 +11,7 @@ gradients of the wrong content.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from lowtide.tape.known import Entry
 from lowtide.tape.operators import Facts, hidden_statistics
 from lowtide.tape.pieces import covers
 from lowtide.tape.sharded import Sharded
-from lowtide.tape.values import Handle, Ref, Value, flatten, tensors_in
+from lowtide.tape.values import Handle, Ref, Value, tensors_at, tensors_in
 from lowtide.tape.watch import hold
 
 Tensor = torch.Tensor
@@ -58,16 +59,10 @@ class Writes(Sharded):
             return []
         found: dict[int, tuple[Entry, int | str]] = {}
         for place in places:
-            if isinstance(place, str):
-                argument = kwargs.get(place)
-            else:
-                argument = args[place] if place < len(args) else None
-            for tensor in flatten(argument):
-                if isinstance(tensor, Tensor):
-                    for dense in _dense(tensor):
-                        entry = self.entry_of(dense)
-                        if entry is not None:
-                            found.setdefault(entry.key, (entry, place))
+            for dense, _ in _parts_at(place, args, kwargs):
+                entry = self.entry_of(dense)
+                if entry is not None:
+                    found.setdefault(entry.key, (entry, place))
         return list(found.values())
 
     def _behind(
@@ -81,36 +76,31 @@ class Writes(Sharded):
         """The storages that a call is about to write without autograd noticing, by key.
 
         Running statistics are written without a new version, and so is what a kernel writes that no
-        dispatcher sees. `.data` has a version counter of its
-        own, and so has each chunk of an `unsafe_chunk`, and a sparse tensor, which may share the
-        memory of the dense ones it was made of: autograd does not notice that what it saved
-        through another counter changes, and goes on with the new content, as in the plain step
-        (rule 4). What it saved through this one keeps the old content.
+        dispatcher sees. `.data` has a version counter of its own, and so has each chunk of an
+        `unsafe_chunk`, and a sparse tensor, which may share the memory of the dense ones it was
+        made of: autograd does not notice that what it saved through another counter changes, and
+        goes on with the new content, as in the plain step (rule 4). What it saved through this one
+        keeps the old content.
         """
         found: dict[int, Behind] = {}
         for entry, place in written:
             hidden = facts.unversioned or (place in statistics and place not in facts.writes)
-            argument = kwargs.get(place) if isinstance(place, str) else args[place]
-            for tensor in flatten(argument):
-                if not isinstance(tensor, Tensor):
+            for dense, apart in _parts_at(place, args, kwargs):
+                if self.entry_of(dense) is not entry:
                     continue
-                for dense in _dense(tensor):
-                    if self.entry_of(dense) is not entry:
-                        continue
-                    apart = dense is not tensor and not tensor.is_nested
-                    elsewhere = hidden or apart or self._other_counter(entry, dense)
-                    saved = self._saved(entry)
-                    handles = [] if saved is None else saved.handles()
-                    if not (hidden or apart):
-                        handles = _unnoticing(handles, dense, elsewhere)
-                    if saved is not None and handles and not hidden:
-                        if len(handles) < len(saved.handles()):
-                            self._part(saved, dense, handles)
-                            handles = []
-                        else:
-                            self._hide(saved, dense)
-                    if elsewhere or handles:
-                        found[entry.key] = Behind(saved, dense, handles, elsewhere)
+                elsewhere = hidden or apart or self._other_counter(entry, dense)
+                saved = self._saved(entry)
+                handles = [] if saved is None else saved.handles()
+                if not (hidden or apart):
+                    handles = _unnoticing(handles, dense, elsewhere)
+                if saved is not None and handles and not hidden:
+                    if len(handles) < len(saved.handles()):
+                        self._part(saved, dense, handles)
+                        handles = []
+                    else:
+                        self._hide(saved, dense)
+                if elsewhere or handles:
+                    found[entry.key] = Behind(saved, dense, handles, elsewhere)
         return found
 
     def _part(self, saved: Value, written: Tensor, handles: list[Handle]) -> None:
@@ -313,13 +303,20 @@ def _unnoticing(handles: list[Handle], written: Tensor, elsewhere: bool) -> list
     ]
 
 
-def _dense(tensor: Tensor) -> list[Tensor]:
-    """The tensor, or what it consists of if it is sparse or nested."""
-    if _compat.has_own_dispatch(type(tensor)):
-        return [tensor]
-    if tensor.is_nested:
-        return [_compat.nested_buffer(tensor)]
-    return [tensor] if tensor.layout is torch.strided else _compat.sparse_members(tensor)
+def _parts_at(
+    place: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[Tensor, bool]]:
+    """The dense tensors of an argument: each tensor, or what it consists of if it is nested or
+    sparse, and whether it is sparse: then its parts have counters of their own."""
+    for tensor in tensors_at(place, args, kwargs):
+        if _compat.has_own_dispatch(type(tensor)):
+            yield tensor, False
+        elif tensor.is_nested:
+            yield _compat.nested_buffer(tensor), False
+        elif tensor.layout is torch.strided:
+            yield tensor, False
+        else:
+            yield from ((member, True) for member in _compat.sparse_members(tensor))
 
 
 def reads_moved(args: tuple[Any, ...], statistics: tuple[int, ...]) -> bool:
