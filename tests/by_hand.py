@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -91,8 +91,10 @@ def step(model: nn.Module) -> list[Tensor]:
     return [loss.detach(), *gradients, *(b.clone() for b in model.buffers())]
 
 
-def same(one: list[Tensor], two: list[Tensor]) -> bool:
-    return len(one) == len(two) and all(map(torch.equal, one, two))
+def same(one: Iterable[Any], two: Iterable[Any]) -> bool:
+    """Whether both have the same tensors, and any: `map` alone would end with the shorter one."""
+    first, second = list(one), list(two)
+    return 0 < len(first) == len(second) and all(map(torch.equal, first, second))
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
+from by_hand import same
 from dags import program
 from fuzz.alone import all_alone
 from lowtide.learning.effort import Effort
@@ -88,7 +89,7 @@ def packed(limit: int | None, steps: int) -> list[Tensor]:
 
 
 def test_steps_that_never_recur_are_left_alone(finished: list[StepDecisions]) -> None:
-    assert all(map(torch.equal, packed(None, 50), packed(256 * MIB, 50)))
+    assert same(packed(None, 50), packed(256 * MIB, 50))
     alone = [step for step in finished[-20:] if step.went_alone]  # type: ignore[attr-defined]
     assert len(alone) >= 15
     for step in alone:
@@ -652,7 +653,7 @@ def test_a_step_that_comes_near_its_limit_keeps_it(
     *plain, most = growing(None, 40)
     limit = int(share * most)
     *mine, peak = growing(limit, 40)
-    assert all(map(torch.equal, plain, mine))
+    assert same(plain, mine)
     assert peak <= limit
     done = finished[-1]
     assert done.estimated

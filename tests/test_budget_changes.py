@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import lowtide
 import one_step
 from against_plain import budgeted
+from by_hand import same
 from lowtide.learning.effort import Effort
 from lowtide.running.prepared import ANCHOR
 from once import on_one_recorder
@@ -104,7 +105,7 @@ def test_the_limit_holds_in_every_step(seed: int) -> None:
         assert peak <= limit.limit, f"step {number}"
         expected, found = gradients(reference), gradients(model)
         assert len(expected) == len(found)
-        assert all(map(torch.equal, expected, found)), f"step {number}"
+        assert same(expected, found), f"step {number}"
     assert refused is None or refused.minimum > refused.limit
 
 
@@ -293,7 +294,7 @@ def test_a_layer_that_has_no_parameters_yet_has_no_bytes() -> None:
             limit, refusals = refused.minimum, refusals + 1
     assert refusals in (2, 3)  # before the lazy layer, and once its parameters are known
     assert len(plain) == 7
-    assert all(map(torch.equal, plain, planned))
+    assert same(plain, planned)
 
 
 @pytest.mark.parametrize("way", ["budget", "fit"])

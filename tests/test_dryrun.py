@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
+from by_hand import same
 from lowtide import engine
 from lowtide.dryrun.found import Found
 from lowtide.dryrun.recorder import Adding
@@ -371,8 +372,8 @@ def test_a_step_that_asks_for_an_activation_is_recorded_for_real() -> None:
     assert found.source == "recorded"
     assert found.graph.seconds > 0
     after = [p.grad for p in model.parameters() if p.grad is not None]
-    assert all(map(torch.equal, after, gradients))
-    assert all(map(torch.equal, model.buffers(), buffers))
+    assert same(after, gradients)
+    assert same(model.buffers(), buffers)
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -17,6 +17,7 @@ from torch.func import functional_call
 
 import lowtide
 from against_plain import counted
+from by_hand import same
 from lowtide import engine, replay
 from lowtide.running.decide import StepDecisions
 from lowtide.step import current_recorder
@@ -74,7 +75,7 @@ def test_what_is_replayed_inside_the_forward_counts(share: float) -> None:
         for _ in range(2):
             peak, found = run(model, adapted, limit)
             assert peak <= limit.limit
-            assert all(map(torch.equal, expected, found))
+            assert same(expected, found)
     assert replayed.operations
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from by_hand import Transformer, counted_replays
+from by_hand import Transformer, counted_replays, same
 from lowtide.errors import UsageError
 from lowtide.levels import Levels, checkpoint_levels, find_levels
 from lowtide.measure import measure
@@ -72,7 +72,7 @@ def test_a_higher_level_takes_less_memory_and_more_work() -> None:
     peaks = [peak for peak, _, _ in results]
     work = [count for _, count, _ in results]
     for _, _, gradients in results:
-        assert all(map(torch.equal, gradients, results[0][2]))
+        assert same(gradients, results[0][2])
     assert peaks == sorted(peaks, reverse=True)
     assert work == sorted(work)
     assert peaks[3] < 0.5 * peaks[0]
@@ -152,7 +152,7 @@ def test_no_level_takes_more_than_the_one_before(
             peaks.append(measure(step, device="cpu").peak_bytes)
     assert all(later <= before * 1.01 for before, later in itertools.pairwise(peaks)), peaks
     assert peaks[1] < 0.85 * peaks[0]
-    assert all(all(map(torch.equal, found, gradients[0])) for found in gradients)
+    assert all(same(found, gradients[0]) for found in gradients)
 
 
 def test_only_the_largest_regions_recompute_each_operation_once() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import lowtide
+from by_hand import same
 from lowtide.errors import UncountedWarning
 from lowtide.learning.ranks import merged
 from lowtide.planner import Graph, Simulator, keep_all, minimum, solve
@@ -74,7 +75,7 @@ def test_the_limit_holds_once_the_loss_was_seen(loss: Loss, share: float) -> Non
     budget = lowtide.fit(model, limit)
     peaks, found = train(model, x, loss)
     assert max(peaks[1:]) <= limit
-    assert all(map(torch.equal, expected, found))
+    assert same(expected, found)
     report = budget.report()
     assert report.plain_peak == plain
     assert report.planned_peak == peaks[-1]
@@ -91,7 +92,7 @@ def test_the_gradient_of_a_result_is_there_before_anything_is_asked_for() -> Non
     lowtide.fit(model, limit)
     (peak,), found = train(model, x, torch.sum, 1)
     assert peak <= limit
-    assert all(map(torch.equal, expected, found))
+    assert same(expected, found)
 
 
 @pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss", "binary_cross_entropy"])
@@ -117,7 +118,7 @@ def keeps_its_limit(model: nn.Module, x: Tensor, share: float) -> None:
     budget = lowtide.fit(model, limit)
     peaks, found = train(model, x, squares)
     assert max(peaks) <= limit
-    assert all(map(torch.equal, expected, found))
+    assert same(expected, found)
     assert budget.report().planned_peak == peaks[-1]
     assert budget.report().replayed_operations
 
@@ -169,7 +170,7 @@ def test_the_first_step_leaves_room_for_a_loss_as_large_as_its_result(
     lowtide.fit(model, int(share * plain))
     peaks, found = train(model, x, loss, 1)
     assert peaks[0] <= int(share * plain)
-    assert all(map(torch.equal, expected, found))
+    assert same(expected, found)
 
 
 def test_no_room_is_left_if_the_loss_is_inside(replayed: Callable[[], int]) -> None:

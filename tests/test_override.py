@@ -133,7 +133,7 @@ def test_torchscript_compiles_the_plain_forward(how: str, training: bool) -> Non
     assert inspect.ismethod(model.forward if how == "budget" else model[0].forward)  # type: ignore[index]
     scripted = torch.jit.script(model.train(training))
     assert torch.equal(scripted(x), plain.train(training)(x))
-    assert all(map(torch.equal, scripted.buffers(), plain.buffers()))
+    assert same(scripted.buffers(), plain.buffers())
 
 
 @pytest.mark.parametrize("how", ["regions", "budget"])

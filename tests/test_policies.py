@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import lowtide
 from against_plain import Replayed, counted, leaf, recorded
+from by_hand import same
 from lowtide import policies
 from lowtide.policies import (
     KeepEverything,
@@ -48,7 +49,7 @@ def run(policy: Policy | None = None, **kwargs: Any) -> Replayed:
     with counted() as replayed:
         y = lowtide.checkpoint(attention, x, w, policy=policy, **kwargs)
         found = torch.autograd.grad(y.sum(), (x, w))
-    assert all(map(torch.equal, expected, found))
+    assert same(expected, found)
     return replayed
 
 
@@ -399,7 +400,7 @@ def test_torchs_selective_checkpoint_replays_the_same() -> None:
     found = torch.autograd.grad(
         lowtide.checkpoint(attention, x, w, context_fn=contexts).sum(), (x, w)
     )
-    assert all(map(torch.equal, expected, found))
+    assert same(expected, found)
 
 
 def test_torchs_empty_contexts_are_no_policy() -> None:
@@ -490,7 +491,7 @@ def test_what_was_made_of_what_is_kept_serves_later_backwards() -> None:
     with counted() as replayed:
         found = second(lowtide.checkpoint(model, x, policy=KeepProducts()))
     assert replayed.names() == names("tanh", "tanh")  # each once, for all three backwards
-    assert all(map(torch.equal, second(model(x)), found))
+    assert same(second(model(x)), found)
 
 
 def test_an_answer_that_is_text_is_refused() -> None:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 import lowtide
 from against_plain import counted
+from by_hand import same
 from lowtide import engine
 from lowtide.limits import format_bytes
 from lowtide.observing.observer import Observer
@@ -82,7 +83,7 @@ def test_the_limit_holds_from_the_first_step(share: float) -> None:
         with counted() as replayed:
             peak, found = step_under(limit, model, x, backward)
         assert peak <= int(share * plain), f"step {number}"
-        assert all(map(torch.equal, expected, found)), f"step {number}"
+        assert same(expected, found), f"step {number}"
         assert replayed.operations > 0, f"step {number}"
     report = limit.report()
     assert report.steps == 4
@@ -217,7 +218,7 @@ def test_the_limit_holds_when_steps_change(shapes: list[int], skips: list[int]) 
         peak, found = step_under(limit, model, x, backward)
         assert peak <= int(0.55 * plain), f"step {number}"
         assert len(expected) == len(found)
-        assert all(map(torch.equal, expected, found)), f"step {number}"
+        assert same(expected, found), f"step {number}"
 
 
 def report_of(limit: lowtide.Budget, model: nn.Module, x: Tensor) -> lowtide.BudgetReport:
@@ -260,7 +261,7 @@ def test_a_last_batch_that_is_small_is_not_refused() -> None:
         for x in data:
             _, expected = step(reference, x)
             peak, found = step_under(limit, model, x, backward)
-            assert all(map(torch.equal, expected, found))
+            assert same(expected, found)
             report = limit.report()
             assert report.limit is not None
             assert peak <= report.limit or not epoch  # the first step has no limit yet
@@ -305,7 +306,7 @@ def test_backward_inside_the_context() -> None:
 
         peak = lowtide.measure(run, device="cpu").peak_bytes
         found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        assert all(map(torch.equal, expected, found))
+        assert same(expected, found)
         assert peak <= int(0.6 * plain)
 
 
@@ -344,7 +345,7 @@ def test_what_cannot_fit_is_refused_with_the_smallest_limit_that_would_do() -> N
         assert len(named) < 7
     assert named == sorted(set(named))
     assert named[-1] < 0.7 * plain
-    assert all(map(torch.equal, expected, found))
+    assert same(expected, found)
 
 
 def test_a_limit_that_is_never_reached_replays_nothing() -> None:
@@ -354,7 +355,7 @@ def test_a_limit_that_is_never_reached_replays_nothing() -> None:
     with counted() as replayed:
         for _ in range(3):
             _, found = step_under(limit, model, x, backward)
-            assert all(map(torch.equal, expected, found))
+            assert same(expected, found)
     assert replayed.operations == 0
     report = limit.report()
     assert (report.replayed_operations, report.recomputed_bytes) == (0, 0)
@@ -651,7 +652,7 @@ def test_no_plan_counts_on_what_is_overwritten_in_place() -> None:
         budget = lowtide.fit(model, int(plain * share))
         for _ in range(2):
             peak, found = step(model, x)
-            assert all(map(torch.equal, found, expected))
+            assert same(found, expected)
             assert peak <= plain * share
         report = budget.report()
         assert report.planned, share  # no operation differed from the plan
@@ -675,6 +676,6 @@ def test_what_is_filled_after_it_was_saved_is_planned(inplace: bool, share: floa
         with counted() as replayed:
             peak, found = step_under(limit, model, x, backward)
         assert peak <= share * plain
-        assert all(map(torch.equal, expected, found))
+        assert same(expected, found)
         assert limit.report().planned == (number > 0)
     assert replayed.operations > 0

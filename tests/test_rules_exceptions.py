@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import lowtide
 from against_plain import WAYS, Way, check, counted, gradients, leaf, recorded
+from by_hand import same
 from lowtide.loop import Loop
 from lowtide.step import current_recorder
 from lowtide.tape.values import Operation
@@ -216,7 +217,7 @@ def test_a_budget_serves_on_after_an_error() -> None:
         with nothing_left_behind(), pytest.raises(error):
             half_a_step(error)
         for _ in range(3):
-            assert all(map(torch.equal, step(), expected))
+            assert same(step(), expected)
 
 
 def test_exceptions_swallowed_inside_the_region() -> None:
@@ -266,7 +267,7 @@ def test_what_torch_refused_and_user_code_caught_is_no_operation_of_the_step(
         step(tries=False)
     for number in range(4):
         with limit:
-            assert all(map(torch.equal, step(tries=True), expected))
+            assert same(step(tries=True), expected)
         report = limit.report()
         assert report.recorded_operations == other.report().recorded_operations
         assert report.planned or number == 0
@@ -394,7 +395,7 @@ def test_two_threads_with_two_budgets() -> None:
         thread.join()
     for one, two in zip(expected, (found[1], found[2]), strict=True):
         assert len(one) == len(two) == 4
-        assert all(map(torch.equal, one, two))
+        assert same(one, two)
     assert budgets[1].report().steps == budgets[2].report().steps == 5
 
 

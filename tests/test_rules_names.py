@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import lowtide
 from against_plain import recorded
+from by_hand import same
 from lowtide.errors import UncountedWarning
 from once import on_one_recorder
 
@@ -105,10 +106,10 @@ def test_copies_and_pickles_are_plain_models_that_train(apply: Apply) -> None:
     assert b"lowtide" not in pickle.dumps(model)
     for each in copies:
         with recorded() as seen:
-            assert all(map(torch.equal, step(each), expected))
+            assert same(step(each), expected)
         assert seen == []
     with recorded() as seen:
-        assert all(map(torch.equal, step(model), expected))
+        assert same(step(model), expected)
     assert seen
 
 
@@ -118,10 +119,10 @@ def test_copies_after_training_steps(apply: Apply) -> None:
     model, plain = make(), make()
     apply(model)
     for _ in range(3):
-        assert all(map(torch.equal, step(model), step(plain)))
+        assert same(step(model), step(plain))
     copied = copy.deepcopy(model)
     assert vars(copied).keys() == vars(plain).keys()
-    assert all(map(torch.equal, step(copied), step(plain)))
+    assert same(step(copied), step(plain))
 
 
 def by_dict(module: nn.Module) -> nn.Module:
@@ -149,12 +150,12 @@ def test_a_copy_of_the_dictionary_runs_with_its_own_parameters(apply: Apply, hoo
     if hooked:  # torch then calls the forward from another function
         found.register_forward_hook(lambda *_: None)
         found.blocks[0].register_forward_hook(lambda *_: None)  # type: ignore[index, union-attr]
-    assert all(map(torch.equal, step(found), step(wanted)))
+    assert same(step(found), step(wanted))
     assert all(p.grad is None for p in model.parameters())
     assert "forward" not in vars(found)
     assert vars(copy.deepcopy(found)).keys() == vars(wanted).keys()
     with recorded() as seen:
-        assert all(map(torch.equal, step(model), step(plain)))
+        assert same(step(model), step(plain))
     assert seen
 
 
@@ -170,7 +171,7 @@ def test_a_copy_of_the_dictionary_is_to_lowtide_a_plain_model(apply: Apply) -> N
     assert vars(found).keys() == vars(model).keys()
     for one, other in ((found, wanted), (model, plain)):
         with recorded() as seen:
-            assert all(map(torch.equal, step(one), step(other)))
+            assert same(step(one), step(other))
         assert seen
 
 
@@ -201,7 +202,7 @@ def test_a_copy_of_the_dictionary_of_a_wrapped_block_loads_its_own_weights() -> 
     copied = by_dict(block)
     state = {name: torch.ones_like(p) for name, p in block.state_dict().items()}
     copied.load_state_dict(state)
-    assert all(map(torch.equal, copied.state_dict().values(), state.values()))
+    assert same(copied.state_dict().values(), state.values())
     assert not any(map(torch.equal, block.state_dict().values(), state.values()))
 
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide
 from against_plain import WAYS, Way, bits, check, counted, gradients, leaf
+from by_hand import same
 from lowtide.region import region
 from lowtide.step import current_recorder
 from lowtide.tape.recorder import Recorder
@@ -446,7 +447,7 @@ def test_a_compiled_function_inside_a_region_is_right() -> None:
     with pytest.warns(UserWarning, match="runs eagerly there, with the right result"):
         y = lowtide.checkpoint(lambda x: compiled(x.tanh(), w).cos(), x)
     found = torch.autograd.grad(y.sum(), (x, w))
-    assert all(map(torch.equal, plain, found))
+    assert same(plain, found)
 
 
 def test_while_compiling_the_call_goes_to_torchs_checkpoint() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import lowtide
 from against_plain import counted, tape_records
+from by_hand import same
 from lowtide.errors import BudgetError, UncountedWarning
 from lowtide.learning.depth import _PATIENCE
 from lowtide.running.earlier import Earlier
@@ -200,7 +201,7 @@ def test_one_limit_for_all_of_them(
     peaks, found = train(make, lambda: budget)
     assert max(peaks) <= limit
     assert len(expected) == len(found)
-    assert all(map(torch.equal, expected, found))
+    assert same(expected, found)
     assert budget.report().planned
     assert repr(budget).startswith(f"<lowtide.Budget of {limit} bytes")
     assert replayed() > 0
@@ -234,7 +235,7 @@ def test_a_fraction_is_one_of_all_of_them(share: float) -> None:
     _, expected = train(FewRows, contextlib.nullcontext)
     budget = lowtide.budget(share)
     _, found = train(FewRows, lambda: budget)
-    assert all(map(torch.equal, expected, found))
+    assert same(expected, found)
     report = budget.report()
     assert report.steps == 8
     assert report.measured_peak is not None
@@ -287,7 +288,7 @@ def test_what_a_retained_graph_holds_counts_for_the_next_of_them() -> None:
     budget = lowtide.budget(max(plain))
     peaks, found = train(TwoHeads, lambda: budget)
     assert max(peaks) <= max(plain)
-    assert all(map(torch.equal, expected, found))
+    assert same(expected, found)
     tight = lowtide.budget(int(0.8 * max(plain)))
     with pytest.raises(lowtide.BudgetError, match=r"earlier steps in .* occupy 9"):
         train(TwoHeads, lambda: tight)
@@ -303,7 +304,7 @@ def test_a_refusal_names_what_retained_graphs_may_hold_under_it() -> None:
     budget = lowtide.budget(minimum)
     peaks, found = train(TwoHeads, lambda: budget)
     assert max(peaks) <= minimum
-    assert all(map(torch.equal, expected, found))
+    assert same(expected, found)
 
 
 class Balanced:
@@ -341,7 +342,7 @@ def test_what_a_retained_graph_holds_counts_once_for_a_later_backward_through_it
         else:
             break
     assert limits == sorted(set(limits))
-    assert all(map(torch.equal, expected, found))
+    assert same(expected, found)
 
 
 class Retained:
@@ -369,7 +370,7 @@ def test_what_is_replayed_for_a_graph_that_is_retained_does_not_pile_up(
     budget = lowtide.budget(limit)
     peaks, found = train(lambda: Retained(first), lambda: budget, 6)
     assert max(peaks) <= limit
-    assert all(map(torch.equal, expected, found))
+    assert same(expected, found)
     assert budget.report().planned
     assert replayed() > 0
 
@@ -421,7 +422,7 @@ def test_backwards_through_one_graph_have_one_plan(share: float) -> None:
     budget = lowtide.budget(limit)
     peaks, found = train(Heads, lambda: budget)
     assert max(peaks) <= limit
-    assert all(map(torch.equal, expected, found))
+    assert same(expected, found)
     report = budget.report()
     assert report.planned
     assert report.planned_peak == pytest.approx(peaks[-1], rel=0.02)
@@ -533,7 +534,7 @@ def test_a_step_that_meets_the_plan_for_a_retained_graph_halfway(kinds: str, sha
     peaks, found = loop(lowtide.budget(limit))
     assert max(peaks) <= limit
     assert len(expected) == len(found)
-    assert all(map(torch.equal, expected, found))
+    assert same(expected, found)
 
 
 def test_a_retained_graph_that_outlives_its_measurement() -> None:
@@ -582,7 +583,7 @@ def test_a_whole_loop_in_one_context() -> None:
     budget = lowtide.budget(int(0.8 * plain))
     peak, found = loop(budget)
     assert peak <= int(0.8 * plain)
-    assert all(map(torch.equal, expected, found))
+    assert same(expected, found)
     assert budget.report().steps == 30
 
 
@@ -619,7 +620,7 @@ def test_a_backward_in_a_nested_region_ends_no_step() -> None:
     expected = step(contextlib.nullcontext())
     budget = lowtide.budget(0.9)
     for _ in range(3):
-        assert all(map(torch.equal, expected, step(budget)))
+        assert same(expected, step(budget))
 
 
 @pytest.mark.parametrize("share", [0.37, 0.4])
@@ -652,7 +653,7 @@ def test_a_second_backward_finds_room_beside_the_gradients_of_the_first(share: f
     for _ in range(4):
         assert step(model, budget) <= limit
         found = [parameter.grad for parameter in model.parameters()]
-        assert all(map(torch.equal, found, wanted))
+        assert same(found, wanted)
     assert budget.report().replayed_operations > 0
 
 
@@ -679,7 +680,7 @@ def test_a_retained_graph_whose_steps_are_not_measured(share: float) -> None:
     for _ in range(3):
         with torch.profiler.profile(), counted() as replayed:
             step(budget)
-        assert all(map(torch.equal, wanted, [p.grad for p in parameters]))
+        assert same(wanted, [p.grad for p in parameters])
         assert replayed.operations > 0
     assert budget.report().measured_steps == 0
     assert lowtide.measure(step, budget, device="cpu").peak_bytes <= limit
@@ -796,7 +797,7 @@ def test_what_follows_a_backward_that_failed_is_inside_the_limit(
     budget = lowtide.budget(limit)
     peaks, found = train(Skipped, lambda: budget)
     assert max(peaks) <= limit
-    assert all(map(torch.equal, expected, found))
+    assert same(expected, found)
     assert budget.report().planned
     assert budget.report().steps == 16
     assert replayed() > 0

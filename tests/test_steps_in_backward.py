@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
+from by_hand import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -67,7 +68,7 @@ def test_a_step_is_not_refused_for_state_that_it_has_allocated_once(
     budget = lowtide.budget(limit)
     peaks, found = train(network(adam), budget, 5)
     assert max(peaks[1:]) <= limit < peaks[0]
-    assert all(map(torch.equal, expected, found))
+    assert same(expected, found)
     assert replayed()
     assert budget.report().planned_peak == peaks[-1]
 
@@ -81,7 +82,7 @@ def test_gradients_that_hooks_have_used_up_are_not_taken_for_what_is_left(
     budget = lowtide.budget(limit)
     peaks, found = train(network(adam, WIDE), budget, 3)
     assert max(peaks[1:]) <= limit < peaks[0]
-    assert all(map(torch.equal, expected, found))
+    assert same(expected, found)
     assert replayed()
 
 
@@ -125,7 +126,7 @@ def test_a_budget_inside_of_a_backward_is_planned_from_sizes(
     expected = [gradient.clone() for gradient in step(None)]
     budget = lowtide.budget(int(fraction * plain))
     for _ in range(3):
-        assert all(map(torch.equal, expected, step(budget)))
+        assert same(expected, step(budget))
     report = budget.report()
     assert report.planned
     assert report.measured_peak is None

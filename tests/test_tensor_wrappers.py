@@ -14,6 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import lowtide
 from against_plain import counted
+from by_hand import same
 from lowtide import ReplayError, engine
 from lowtide.compiled import build
 from once import on_one_recorder
@@ -154,7 +155,7 @@ def test_a_budget_over_wrappers(kind: str, share: float) -> None:
     for number in range(4):
         with counted() as replayed:
             peak, found = outcome(case, budget)
-        assert all(map(torch.equal, expected, found))
+        assert same(expected, found)
         assert replayed.operations
         if number:  # what a first step's backward takes is not known
             report = budget.report()
@@ -171,7 +172,7 @@ def test_a_region_over_wrappers(kind: str) -> None:
     case.call = lambda batch: lowtide.checkpoint(case.model, batch)
     with counted() as replayed:
         peak, found = outcome(case)
-    assert all(map(torch.equal, expected, found))
+    assert same(expected, found)
     assert peak < 0.95 * plain
     # Of the rows the last dropout's mask reads the last GELU too; elsewhere nothing does.
     assert replayed["gelu"] + replayed["silu_"] == 3 * case.parts + (kind == "rows")
@@ -189,13 +190,13 @@ def test_the_first_recording_keeps_them_whole(kind: str, limited: bool, way: str
         case.call = lambda batch: lowtide.checkpoint(model, batch)
     assert engine.name() == way
     peak, found = outcome(case, budget)
-    assert all(map(torch.equal, expected, found))
+    assert same(expected, found)
     assert engine.name() == "python"
     assert way == "python" or "consist of others" in engine.reason()
     assert way == "python" or peak > 0.9 * plain
     for _ in range(3):
         peak, found = outcome(case, budget)
-        assert all(map(torch.equal, expected, found))
+        assert same(expected, found)
     assert peak < 0.95 * plain
     assert not limited or peak <= 0.6 * plain
 
@@ -216,7 +217,7 @@ def test_backward_twice_and_again_differentiable(kind: str) -> None:
 
     expected = twice(case.model)
     found = twice(lambda batch: lowtide.checkpoint(case.model, batch))
-    assert all(map(torch.equal, expected, found))
+    assert same(expected, found)
 
 
 def test_lengths_that_are_computed_inside() -> None:
@@ -235,7 +236,7 @@ def test_lengths_that_are_computed_inside() -> None:
         found = torch.autograd.grad(
             lowtide.checkpoint(inside, values).sum(), list(layer.parameters())
         )
-    assert all(map(torch.equal, expected, found))
+    assert same(expected, found)
     assert replayed["gelu"]
 
 
@@ -296,7 +297,7 @@ def test_what_a_collective_still_fills_is_waited_for(monkeypatch: pytest.MonkeyP
     expected = grads(lambda function, x: function(x))
     with counted() as replayed:
         found = grads(lowtide.checkpoint)
-    assert all(map(torch.equal, expected, found))
+    assert same(expected, found)
     assert replayed["sin"] == 1
 
 
@@ -342,7 +343,7 @@ def test_what_a_wrapper_consists_of_stays_the_programs(kind: type[TwoTensor]) ->
     weight = nn.Parameter(TwoTensor(torch.randn(4, 4), torch.randn(4, 4)))
     (expected,) = torch.autograd.grad((pair * weight).sin().sum(), weight)
     (found,) = torch.autograd.grad(lowtide.checkpoint(lambda: (pair * weight).sin()).sum(), weight)
-    assert all(map(torch.equal, plain_parts(expected), plain_parts(found)))
+    assert same(plain_parts(expected), plain_parts(found))
     assert isinstance(pair.a, Tensor)
     assert isinstance(pair.b, Tensor)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import lowtide
 from against_plain import counted, held
+from by_hand import same
 from lowtide import UsageError
 from lowtide.memory.events import MemoryEvents
 from lowtide.observing.names import Names
@@ -146,7 +147,7 @@ def test_a_second_backward_that_fails_or_asks_for_a_report(fails: bool) -> None:
     expected = trained(blocks(), nullcontext())
     with counted() as replayed:
         found = trained(blocks(), budget)
-    assert all(map(torch.equal, found, expected))
+    assert same(found, expected)
     held(budget, planned=True)
     assert replayed["addmm"] + replayed["gelu"]
     assert fails or measured[5:8] == [0, 1, 2]  # the first two were measured whole

@@ -130,7 +130,7 @@ def test_wrapped_weights_of_a_block_with_a_child_that_is_called_module(prefix: s
         block = ActivationCheckpointWrapper(Named(part))
         weights = {f"{prefix}{key}": value for key, value in source.state_dict().items()}
         assert not any(block.load_state_dict(weights))
-        assert all(map(torch.equal, block.parameters(), source.parameters()))
+        assert same(block.parameters(), source.parameters())
 
 
 class Twice(nn.Linear):
@@ -147,7 +147,7 @@ def test_wrapped_weights_that_might_mean_two_parts_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"weight\""):
         block.load_state_dict(weights)
     block.load_state_dict(source.state_dict())
-    assert all(map(torch.equal, block.parameters(), source.parameters()))
+    assert same(block.parameters(), source.parameters())
 
 
 def test_wrapped_weights_that_might_mean_two_parts_go_to_neither() -> None:
@@ -157,7 +157,7 @@ def test_wrapped_weights_that_might_mean_two_parts_go_to_neither() -> None:
     weights = {f"{prefix}{key}": value for key, value in source.state_dict().items()}
     found = block.load_state_dict(dict(weights), strict=False)
     assert set(found.unexpected_keys) == weights.keys()
-    assert all(map(torch.equal, block.parameters(), before))
+    assert same(block.parameters(), before)
 
 
 def test_what_the_wrapper_refuses() -> None:

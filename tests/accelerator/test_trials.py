@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import lowtide
 from accelerator.test_limits import ZERO, ConvNet
+from by_hand import same
 from lowtide.errors import BudgetError, KeptWarning
 from lowtide.tape import trials
 from once import on_one_recorder
@@ -110,7 +111,7 @@ def test_a_region_keeps_what_convolutions_make() -> None:
     other = copy.deepcopy(model)
     expected = step(model, x, plain)
     with names() as found:
-        assert all(map(torch.equal, step(other, x, in_regions), expected))
+        assert same(step(other, x, in_regions), expected)
     assert found["aten::convolution"] == 0
     assert found["aten::relu"] == 4  # what else is in the region is recomputed as ever
     torch.backends.cudnn.benchmark = False  # what a thread has chosen stays chosen
@@ -164,7 +165,7 @@ def test_a_limit_holds_with_convolutions_kept(share: float) -> None:
     assert found["aten::convolution"] == 0
     assert found.total() > 0
     other = copy.deepcopy(model)
-    assert all(map(torch.equal, step(model, x, under), step(other, x, plain)))
+    assert same(step(model, x, under), step(other, x, plain))
 
 
 def test_a_refusal_counts_what_is_kept(tmp_path: Path) -> None:
@@ -215,7 +216,7 @@ def test_the_setting_may_change_between_steps() -> None:
         with names() as found:
             took = lowtide.measure(whole, device=ZERO).peak_bytes
             assert took <= limit, (number, budget.report())
-        assert all(map(torch.equal, left, expected))
+        assert same(left, expected)
         replays.append((found["aten::convolution"], found["aten::mm"]))
     convolutions, products = replays[3]
     assert convolutions > products
