@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from by_hand import same
@@ -139,3 +140,53 @@ def test_the_parts_that_ddp_splits_a_graph_into() -> None:
     model, compiled = by_buckets(lowtide.CompileBudget(50_000, compiler="aot_eager"))
     with pytest.raises(BudgetError, match="does not fit in"):
         gradients(model, compiled)
+
+
+def test_micro_batches_and_an_optimizer_that_is_compiled_too() -> None:
+    """Each micro-batch is a step of its own, beside the gradients that were there before it. What
+    has no backward, as the optimizer's step, is compiled as torch compiles it."""
+
+    def train(backend: Any) -> tuple[list[Tensor], int]:
+        torch._dynamo.reset()
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+        loss = torch.compile(model, backend=backend)
+        update = torch.compile(optimizer.step, backend=backend)
+        most = 0
+        for _ in range(2):
+            for rows in X.chunk(2):
+                part = rows.clone()
+                taken = lowtide.measure(lambda: loss(part).backward(), device="cpu")  # noqa: B023
+                most = max(most, taken.peak_bytes)
+            update()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()], most
+
+    expected, plain = train("aot_eager")
+    budget = lowtide.CompileBudget(limit := int(0.8 * plain), compiler="aot_eager")
+    found, _ = train(budget)
+    assert same(expected, found)
+    (graph,) = budget.report().graphs
+    assert graph.recomputed > 0
+    assert graph.peak <= limit < graph.plain_peak
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_torchs_checkpoints_inside(reentrant: bool) -> None:
+    """They are hints. A limit that the step keeps as torch splits it changes nothing."""
+
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=reentrant)
+            return x.square().mean()
+
+    plain, model = Checkpointed(), Checkpointed()
+    usual = torch.compile(plain, backend="aot_eager", fullgraph=True)
+    expected, most = gradients(plain, usual), peak(plain, usual)
+    torch._dynamo.reset()
+    backend = lowtide.CompileBudget(most + 8192, compiler="aot_eager")
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    assert same(expected, gradients(model, compiled))
+    assert peak(model, compiled) <= most + 8192
