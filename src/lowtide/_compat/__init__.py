@@ -103,6 +103,7 @@ from lowtide._compat.dispatch import (
 from lowtide._compat.dynamo import (
     constant_while_compiling,
     hide_generated_code,
+    in_compiled_autograd,
     is_compiled_in_place,
     is_compiled_module,
     is_traced_by_fx,
@@ -229,6 +230,7 @@ __all__ = [
     "hollow",
     "hooks_of",
     "in_backward",
+    "in_compiled_autograd",
     "in_forward_mode",
     "in_functorch",
     "index_put_unchecked",

@@ -147,6 +147,12 @@ def is_tracing() -> bool:
     return torch._guards.CompileContext.current_compile_id() is not None
 
 
+def in_compiled_autograd() -> bool:
+    """Whether compiled autograd runs a backward now. Unnecessary when torch tells."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(module, "in_compiled_autograd_region", False))
+
+
 _mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
 
 

@@ -11,6 +11,7 @@ which would miss what torch adds to its own.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -366,11 +367,32 @@ def tracing_context() -> Any:
 
 @contextlib.contextmanager
 def tracing_again(context: Any) -> Iterator[None]:
-    """Act as if Dynamo were compiling that graph now."""
+    """Act as if Dynamo were compiling that graph now, and no other part of what DDP has split.
+
+    For these parts one context counts which backward is compiled next; it has one of each.
+    """
     from torch._guards import tracing
 
+    context = copy.copy(context)
+    if context is not None:
+        context.ddp_optimizer_ctx = None
     with tracing(context), torch.random.fork_rng(devices=[]):
         yield
+
+
+def split_for_ddp(context: Any) -> bool:
+    """Whether Dynamo compiles the parts of one graph, by DDP's buckets of gradients."""
+    return getattr(context, "ddp_optimizer_ctx", None) is not None
+
+
+def are_fake(args: tuple[Any, ...]) -> bool:
+    """Whether Dynamo calls one of these parts while it compiles, to learn what the next is given.
+
+    Code that was compiled for that answers its first call so, whatever that call is given.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return any(isinstance(arg, FakeTensor) for arg in args)
 
 
 def broken_off(graph: Any) -> bool:

@@ -190,21 +190,31 @@ class CompileBudget:
         # In the first run of a step it is unknown what follows the calls so far.
         more = bool(self._ledger.open) or self.several_calls or graph.more_follows
         so_far = " for the graphs so far" if more and graph not in self._ledger.last_step else ""
-        fraction = (
-            " A fraction is one of the graphs that are known so far: where a step calls compiled "
-            "code more than once, give several_calls=True or a limit in bytes."
-            if isinstance(self.limit, float) and not self.several_calls
-            else ""
-        )
         return BudgetError(
             f"the compiled step does not fit in {format_bytes(limit)}: it would run out of memory. "
             f"Graph {self._graphs.index(graph)} takes at least "
             f"{format_bytes(choice.outcome.peak)} for its forward and backward, of which "
             f"{format_bytes(choice.outcome.gradients)} are gradients.{others} The smallest limit "
             f"that would do{so_far} is {exact_bytes(least)}. "
-            f"Use a smaller batch or a larger limit.{fraction}",
+            f"Use a smaller batch or a larger limit.{self._way_out()}",
             limit=limit,
             minimum=least,
+        )
+
+    def _way_out(self) -> str:
+        """What would help a step that calls compiled code more than once."""
+        if self.several_calls:
+            return ""
+        if isinstance(self.limit, float):
+            return (
+                " A fraction is one of the graphs that are known so far: where a step calls "
+                "compiled code more than once, give several_calls=True or a limit in bytes."
+            )
+        if all(call.graph.more_follows for call in self._ledger.open):
+            return ""
+        return (
+            " The calls before it were not known to be followed by another: with "
+            "several_calls=True, each leaves as much room as it can in the first step."
         )
 
     # ------------------------------------------------------------------ from step to step

@@ -49,6 +49,10 @@ class CompiledGraph:
         self.options = options
         self.more_follows = partitioner.broken_off(graph)
         self.context = partitioner.tracing_context()
+        self.is_part = partitioner.split_for_ddp(self.context)
+        self.results_last = self.is_part or not self.more_follows
+        """Whether the caller holds the results during the backward. Else the next graph reads them,
+        and frees them. Which of DDP's parts is the last, whose results stay, is not known."""
         self.traced_with: list[Any] = []
         self.search: Search = None  # type: ignore[assignment]  # set by the first split
         self.choice: Choice | None = None
@@ -69,6 +73,8 @@ class CompiledGraph:
         """Whether the generated code cannot be read, so that predictions have the last word."""
 
     def __call__(self, *args: Any) -> Any:
+        if self.is_part and partitioner.are_fake(args):
+            return self._for_next(args)
         budget = self.budget
         if budget._ledger.begin():
             budget._settle()
@@ -88,6 +94,13 @@ class CompiledGraph:
         if self.choice is not None:
             budget._ledger.enter(self, self.choice.outcome, results)
         return results
+
+    def _for_next(self, args: tuple[Any, ...]) -> Any:
+        """What a call returns, for the compilation of DDP's next part. It is no call of a step: it
+        is not accounted for, and the first real one raises a refusal."""
+        assert self.code is not None
+        self.codes = {self.search.names(self.choice): self.code} if self.choice else {}
+        return self.code(*args)
 
     def _warn_of_larger(self, args: tuple[Any, ...]) -> None:
         """Warn if inputs are larger than those planned for: the limit is not kept for them."""
@@ -128,6 +141,10 @@ class CompiledGraph:
             self.refused = self._compile_lowest(examples, error)
             if self.refused is not None:
                 self.code = None
+                if self.is_part:  # Dynamo goes on with what its code returns all the same
+                    self.choice = self.search.plain
+                    self.wanted = self.search.names(self.choice)
+                    self._compile(examples)
 
     def _compile_and_correct(self, examples: Any) -> None:
         for _ in range(_ROUNDS):
@@ -251,7 +268,7 @@ class CompiledGraph:
         joint = Joint(
             traced,
             fuse=self.budget.compiler == "inductor",
-            results_last=not self.more_follows,  # else the next graph reads them, and frees them
+            results_last=self.results_last,
         )
         search = Search(joint)
         wanted = None if self.wanted is None else search.named(self.wanted)

@@ -4,12 +4,13 @@ Problem: a graph break, a model compiled block by block, or a model that is call
 step call several graphs, and what each call saves stays until its own backward. Invariant: a call
 is open from its forward until its backward has run or its autograd graph is dropped, whichever
 comes first; the peak of a step is that of its calls in order, with their backwards in reverse.
-Imports schedule. Rejected: a share of the limit for each graph, as torch's budget has it: how many
-there are is not known before the end of the first step.
+Imports `_compat`, schedule. Rejected: a share of the limit for each graph, as torch's budget has
+it: how many there are is not known before the end of the first step.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,16 @@ from typing import Any
 
 import torch
 
+from lowtide import _compat
+from lowtide.errors import CompiledWarning
 from lowtide.inductor.schedule import Outcome
 
 _NODE = "CompiledFunctionBackward"
+_TAKEN_APART = (
+    "the backward of compiled code was run by compiled autograd, which takes it apart and makes it "
+    "part of a larger graph: the limit is kept for the forward alone. Call backward without it "
+    "(torch._dynamo.config.compiled_autograd = False)."
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -59,6 +67,7 @@ class Ledger:
         self.step: list[Any] = []
         """Graphs of this step's calls, in order. A step begins when no call is open."""
         self.last_step: list[Any] = []
+        self._said = False  # that compiled autograd runs the backwards
 
     def begin(self) -> bool:
         """Note that a call is about to be made; returns whether it begins a step."""
@@ -93,6 +102,13 @@ class Ledger:
     def close(self, call: Call) -> None:
         if call in self.open:
             self.open.remove(call)
+            if _compat.in_compiled_autograd():
+                self._say_that_it_was_taken_apart()
+
+    def _say_that_it_was_taken_apart(self) -> None:
+        if not self._said:
+            self._said = True
+            warnings.warn(_TAKEN_APART, CompiledWarning, stacklevel=2)
 
 
 class _Closing:
@@ -108,6 +124,10 @@ class _Closing:
         ledger = self.ledger()
         if ledger is not None:
             ledger.close(self.call)
+
+
+# Compiled autograd has hooks traced.
+_compat.never_compiled(_Closing.__call__)
 
 
 def _nodes_of(results: Any) -> Iterator[Any]:
