@@ -79,9 +79,9 @@ class _Waits:
         wait_no_more(id(self), stepping=True)
         warnings.warn(
             "an optimizer steps on gradients of parameters that the forward inside of the budget "
-            "has read without grad alone. What gave them these gradients ran outside of it, as in "
-            "the backward of a loss that caches gradients, whose hook runs the model again: the "
-            "limit holds for nothing there. If the forward is a module's, call lowtide.fit with "
+            "has read without grad alone. What gave them these gradients ran outside of it, or in "
+            "a hook of a backward, as with a loss that caches gradients: the limit holds for "
+            "nothing there. If the forward is a module's, call lowtide.fit with "
             "that module instead, and leave out what is around the loss.",
             UncountedWarning,
             stacklevel=users_frame(),

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _LOSS = 12
 _INSIDE = 6  # times its largest input: what a custom operator or its backward may hold at once
 _PLENTY = 8  # a call is not looked at closely while 8 of the largest storages still fit
+# May make any number of bytes from a small tensor. So may a factory, which reads none.
+_GROWS = "aten::repeat"
 
 
 class Room:
@@ -62,7 +64,8 @@ class Room:
         live = self._live[0]
         plenty = live + _PLENTY * max(evictor.largest, _together(args))
         target = self._owner.allowance.target(live, self._observer.missing)
-        if plenty <= target and not unfolds(facts.name):
+        grows = facts.places or facts.name == _GROWS or unfolds(facts.name)
+        if plenty <= target and not grows:
             return
         need = room_for(facts.name, func, args, kwargs)
         if facts.foreign:
