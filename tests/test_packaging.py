@@ -260,7 +260,8 @@ FLOORS = {
     "dryrun": "_compat engine errors kernels memory models observing planner replay running step "
     "tape",
     # Planning a budget's steps is independent of recording them.
-    "learning": "_compat engine errors limits memory observing planner refusal report running",
+    "learning": "_compat engine errors limits memory models observing planner refusal report "
+    "running",
     # Figures for pictures are made above planning.
     "analysis": "alike dryrun errors frontier levels limits page planner plans policies saved tape "
     "texttable",

@@ -290,8 +290,9 @@ def fit(
 
     The limit covers the same as that of a `lowtide.budget` entered where the model's forward
     begins. What a loss outside the forward stores, and takes for itself, is counted but not
-    recomputed. In the first step, before anything was measured, it is not known: three times the
-    largest result is left free for it, as far as the limit allows.
+    recomputed. In the first step, before anything was measured, it is not known: twelve times the
+    largest result, or twice what the forward saves, is left free for it, as far as the limit
+    allows.
     ``model`` stays the object it was: its type, parameter names, ``state_dict``, copies and pickles
     are those of the plain model. In eval and with grad disabled the forward is the plain one. The
     same holds inside a budget or region that is open already (that of a fitted model around this

@@ -28,6 +28,7 @@ from lowtide.learning.known_plans import PLACES
 from lowtide.learning.planning import Planning
 from lowtide.learning.ranks import Ranks
 from lowtide.learning.reported import Reported
+from lowtide.learning.rerun import Rerun
 from lowtide.learning.resizing import Resizing
 from lowtide.learning.settling import Settling
 from lowtide.learning.unrecorded import Unrecorded
@@ -92,6 +93,7 @@ class Loop:
         self._waiting = Waiting()
         self._hidden = Hidden()
         self._emptied = Emptied()
+        self._rerun = Rerun()
         self.given = Given()
         self.on_trial = False
         self._finishing = threading.RLock()  # a report may be asked for on another thread
@@ -122,6 +124,7 @@ class Loop:
         if refusal is not None:
             raise refusal.again()
         self._waiting.say(self.allowance.limit, self.allowance.plain_peak or 0)
+        self._rerun.begins()
         leftover.wait()
         self.where.look()
         last, self._earlier = self._earlier, Earlier(self.where)
@@ -185,6 +188,7 @@ class Loop:
         if recording is None or over is None or _compat.in_backward() or not recording.at_its_root:
             return
         over.drop_replayed()
+        self._rerun.look(over.observer)
         recording.recorder.met_unusual()
         self.unrecorded.idling.turned(None)
         if over in self._active:  # else an interrupt has come in here, and the program goes on
@@ -246,6 +250,9 @@ class Loop:
             if error is None:
                 self._hidden.look(decisions, self.steps)
                 self._emptied.look(decisions)
+                self._rerun.look(decisions.observer)
+                if self.model is None:
+                    self._rerun.ends()
 
     @property
     def nothing_saved(self) -> bool:

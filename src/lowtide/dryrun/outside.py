@@ -2,9 +2,10 @@
 
 Problem: a dry run of a forward alone, for `lowtide.fit`, does not see the loss, but the first step
 under its plan has it: the gradient of a result is as large as that, and so is what a loss saves and
-makes on the way. Invariant: as in a first step without a plan, a loss takes three times the largest
-result besides the gradient of that, and none is to come if a result is one number; the room for it
-is a guess, so that it makes plans smaller and refuses nothing. Imports nothing of lowtide.
+makes on the way. Invariant: a loss takes three times the largest result besides the gradient of
+that (a first step without a plan leaves more, as only that step recomputes for it), and none is to
+come if a result is one number; the room for it is a guess, so that it makes plans smaller and
+refuses nothing. Imports nothing of lowtide.
 Rejected: the sum of the results, whose gradient is one number and takes no memory (first steps were
 up to 31 % over their limit).
 """

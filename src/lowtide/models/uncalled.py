@@ -2,7 +2,7 @@
 
 Problem: a program may call parts of a model (``model.encoder(x)``), or another method of it, or
 train it in eval mode, and then the budget around its forward sees no step. Invariant: the model is
-not touched, and nothing stays registered once the forwards of all such models were called. Imports
+not touched, and nothing stays registered once nobody waits for a step of an optimizer. Imports
 errors. Rejected: hooks on parameters, which copies and other libraries would meet.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -18,35 +18,50 @@ from torch.utils.hooks import RemovableHandle
 
 from lowtide.errors import UncountedWarning, users_frame
 
-_waiting: dict[int, Uncalled] = {}
+
+class Waits(Protocol):
+    """One who waits for an optimizer's step."""
+
+    def looks_at(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+
+_waiting: dict[int, Waits] = {}
 _hook: list[RemovableHandle] = []
+
+
+def wait(one: Waits) -> int:
+    """Show it each optimizer that is about to step; the key with which it waits."""
+    # One hook for all: a garbage collection may end a model while torch goes through its hooks.
+    key = id(one)
+    _waiting[key] = one
+    if not _hook:
+        _hook.append(register_optimizer_step_pre_hook(_steps))
+    return key
+
+
+def wait_no_more(key: int, *, stepping: bool = False) -> None:
+    """`stepping`: torch may be going through its hooks, so ours stays."""
+    _waiting.pop(key, None)
+    if _hook and not _waiting and not stepping:
+        _hook.pop().remove()
 
 
 class Uncalled:
     """Waits for a call of the model's forward, or else for an optimizer's step on its gradients."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        # One hook for all: a garbage collection may end a model while torch goes through its hooks.
-        self._model = weakref.ref(model, lambda _: self._wait_no_more())
-        self._key = id(self)
-        _waiting[self._key] = self
-        if not _hook:
-            _hook.append(register_optimizer_step_pre_hook(_steps))
+        self._key = key = wait(self)
+        self._model = weakref.ref(model, lambda _: wait_no_more(key, stepping=True))
 
     def over(self) -> None:
         """The forward was called, or the budget is off."""
-        self._wait_no_more()
-        if _hook and not _waiting:
-            _hook.pop().remove()
-
-    def _wait_no_more(self) -> None:
-        _waiting.pop(self._key, None)
+        wait_no_more(self._key)
 
     def looks_at(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn, once, if it steps on gradients of the model."""
         model = self._model()
         if model is not None and _has_gradients_of(model, optimizer):
-            self._wait_no_more()
+            wait_no_more(self._key, stepping=True)
             _say(model)
 
 

@@ -25,9 +25,12 @@ from lowtide.tape.values import Value, tensors_in
 if TYPE_CHECKING:
     from lowtide.loop import Loop
 
-_LOSS = 3  # times its input: a loss saves something of that size, and makes two gradients
+# Times its input: a distillation has the logits of another model and several tensors like them.
+_LOSS = 12
 _INSIDE = 6  # times its largest input: what a custom operator or its backward may hold at once
 _PLENTY = 8  # a call is not looked at closely while 8 of the largest storages still fit
+# May make any number of bytes from a small tensor. So may a factory, which reads none.
+_GROWS = "aten::repeat"
 
 
 class Room:
@@ -61,7 +64,8 @@ class Room:
         live = self._live[0]
         plenty = live + _PLENTY * max(evictor.largest, _together(args))
         target = self._owner.allowance.target(live, self._observer.missing)
-        if plenty <= target and not unfolds(facts.name):
+        grows = facts.places or facts.name == _GROWS or unfolds(facts.name)
+        if plenty <= target and not grows:
             return
         need = room_for(facts.name, func, args, kwargs)
         if facts.foreign:
@@ -95,12 +99,20 @@ class Room:
         When it asks, the rest is planned; what was held until then was in memory with the first
         gradients.
         """
-        if self._live[0] + _PLENTY * self._evictor.largest <= self.target(0):
+        loss = self._loss()
+        if self._live[0] + _PLENTY * self._evictor.largest + loss <= self.target(loss):
             return
-        need = before_requests(self._observer)
-        if not self._owner.allowance.outside:  # none was seen yet
-            need += _LOSS * self._observer.names.output()
+        need = before_requests(self._observer) + loss
         self.shrink(self.target(need) - need)
+
+    def _loss(self) -> int:
+        """Bytes for a loss that is still to come, which is a guess. One that runs another model (a
+        teacher, features of an image) is taken to need twice what this forward does, kept and
+        dropped. Only the first step recomputes more for it."""
+        output = self._observer.names.output()
+        if self._owner.allowance.outside or not output:  # it was measured; or was in the forward
+            return 0
+        return max(_LOSS * output, 2 * (self._live[0] + self._observer.missing))
 
     def target(self, need: int) -> int:
         """Bytes that may be live, with those that are about to be allocated."""
