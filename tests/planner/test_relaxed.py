@@ -47,17 +47,14 @@ def columns_of(rows: Rows, problem: Problem, retain: list[int]) -> list[float]:
             assert not here or column != NOTHING
             if here:
                 x[column] = 1.0
-    for span, (begin, stop) in enumerate(
-        zip([-1, *moments], [*moments, len(sim.event_value)], strict=True)
-    ):
-        counted = [replays_up_to(problem, retain, event + 1) for event in (begin, stop)]
-        for op, runs in rows.runs.items():
-            if counted[1][op] > counted[0][op]:
-                x[runs[span]] = 1.0
-    for op, later in rows.later.items():
-        for place in reversed(range(len(moments))):
-            if later[place] != NOTHING:
-                x[later[place]] = max(x[rows.runs[op][place]], x[later[place + 1]])
+    counted = [[0] * len(problem.sim.cost)]
+    for stop in (*moments, len(problem.sim.event_value)):
+        counted.append(replays_up_to(problem, retain, stop + 1))
+    for op, ranges in rows.ranges.items():
+        for (first, last), column in ranges.items():
+            if counted[last + 1][op] > counted[first][op]:
+                assert column != NOTHING
+                x[column] = 1.0
     return x
 
 
@@ -111,11 +108,12 @@ def test_no_branches_prove_more_than_the_best_plan_takes(
     moments = sorted(data.draw(st.sets(events, min_size=1, max_size=4)))
     target = best * 2 + 1e-3
     forward = list(range(len(problem.sim.forward_peak)))
-    tree = Relaxed(problem, moments, forward, limit, target, price_with)
-    tree.climb()
-    tree.grow(3_000_000)
+    tree = Relaxed(problem, moments, forward, limit, target, price_with, 3_000_000)
+    tree.climb(2000)
+    tree.grow()
     assert tree.bound * target <= best + 1e-9
-    assert relaxed(problem, limit, target, moments, forward, price_with) <= best + 1e-9
+    proved = relaxed(problem, limit, target, moments, forward, price_with, 3_000_000)
+    assert proved <= best + 1e-9
 
 
 def chained() -> tuple[Problem, int, float]:
@@ -137,6 +135,23 @@ def test_what_cannot_stay_until_the_next_moment_is_replayed_again(price_with: Pr
     cuts = Tree(Branch(problem, [0, 1, 2, 3], limit), [[0.1] * 4], best * 2)
     cuts.grow(100_000)
     assert cuts.bound < 0.9 * proved
+
+
+def test_a_replay_needs_room_for_its_workspace(price_with: PriceWith) -> None:
+    values = (ValueNode(1, -1), *(ValueNode(8, op) for op in range(3)))
+    cost, workspace = (1.0, 0.1, 5.0), (0, 30, 0)
+    ops = tuple(OpNode("op", cost[i], (0,), (i + 1,), workspace[i]) for i in range(3))
+    events = tuple(
+        Event(value, peak_other=8 * (value == 3), releases=(value,)) for value in (3, 1, 2)
+    )
+    problem = Problem(Simulator(Graph(values, ops, events)))
+    best, _ = brute_force(problem.sim.graph, 31)
+    assert best is not None
+    seconds = best.result.seconds
+    assert seconds == pytest.approx(1.0, rel=1e-3)  # the second would be cheaper
+    assert Tree(Branch(problem, [0], 31), [[0.1]], seconds * 2).bound < 0.2
+    proved = relaxed(problem, 31, seconds * 2, [0], [], price_with)
+    assert proved == pytest.approx(seconds, rel=1e-2)
 
 
 def test_prices_that_are_no_numbers_prove_nothing() -> None:

@@ -22,18 +22,20 @@ from typing import Protocol
 from lowtide.planner.repair import Problem
 from lowtide.planner.rows import Rows
 
-WORK = 300_000_000
-"""Entries of rows that may be walked through, twice in a step of the prices: half a second."""
+WORK = 900_000_000
+"""Entries of rows that may be walked through, twice in a step of the prices: over a second."""
 BUILD = 300
 """To make a row's entry takes as long as to walk through it this many times."""
-TRY, CLIMB, BRANCH = 300, 2000, 600
-"""Steps of the prices: for each candidate of a moment, before branches, and in each of them."""
-MOST = 4
-"""Moments of one program."""
+TRY, CLIMB, BRANCH = 700, 2000, 300
+"""Steps of the prices: for all candidates of moments, before branches, and in each of them."""
+SIZE = 40_000
+"""How many ranges of spans, times what operations read, the first program may have."""
 SHARE = 0.4
 """The part of the work that the choice of moments may take."""
-GAIN = 0.005
-"""What a moment has to add, as a part of the target: more moments take more time."""
+LEAST = 2
+"""Moments of the second program, if there are so many."""
+IDLE = 0.03
+"""A moment whose bytes cost less than this part of the most expensive ones' is left out."""
 SCALE = 20.0
 """What the target's time is for the prices, whose steps suit costs of this size."""
 UNDECIDED = 1e-4
@@ -84,35 +86,39 @@ class Relaxed:
         limit: int,
         target: float,
         price_with: PriceWith,
+        work: int,
     ) -> None:
         self.rows = rows = Rows(problem, moments, forward, limit)
         self.moments, self.target, self.price_with = moments, target, price_with
         rows.cost = [cost * SCALE / target for cost in rows.cost]
         self.lists = rows.cost, rows.begin, rows.columns, rows.coefficients, rows.right
-        self.weighs = [0.0] * len(rows.cost)
-        for column, factor in zip(rows.columns, rows.coefficients, strict=True):
-            self.weighs[column] += abs(factor)
         self.size = len(rows.columns)
-        self.work = BUILD * self.size
-        self.leaves: list[Leaf] = []
+        self.work, self.most = BUILD * self.size, work
         start = Leaf(0.0, 0, {}, [0.0] * len(rows.cost), [0.0] * len(rows.right), 1.0)
-        self.leaves.append(self._climbed(start, {}, TRY))
+        self.leaves = [start]
 
     @property
     def bound(self) -> float:
         """The bound proved so far, as a part of the target."""
         return min(self.leaves[0].bound, 1.0) if self.leaves else 1.0
 
-    def climb(self) -> None:
-        """Raise the bound as far as prices do without branches."""
-        self.leaves = [self._climbed(self.leaves[0], {}, CLIMB)]
+    def climb(self, steps: int) -> None:
+        """Raise the bound as far as prices do without branches, with the work there is."""
+        steps = min(steps, max(self.most - self.work, 0) // (2 * max(self.size, 1)))
+        self.leaves = [self._climbed(self.leaves[0], {}, steps)]
 
-    def grow(self, work: int) -> None:
-        """Branch until this much work is done, the target is proved or nothing is undecided."""
+    def priced(self) -> list[int]:
+        """The moments at which a byte has a price, in order; at least one."""
+        prices = self.leaves[0].prices
+        dear = [max((prices[row] for row in rows), default=0.0) for rows in self.rows.memory]
+        return [m for m, price in zip(self.moments, dear, strict=True) if price >= IDLE * max(dear)]
+
+    def grow(self) -> None:
+        """Branch until the work is done, the target is proved or nothing is undecided."""
         number = 0
         while self.leaves and self.bound < 1.0:
             column = self._undecided(self.leaves[0])
-            if column is None or self.work + 4 * BRANCH * self.size > work:
+            if column is None or self.work + 4 * BRANCH * self.size > self.most:
                 break
             leaf = heappop(self.leaves)
             for choice in (1.0, 0.0):
@@ -136,12 +142,17 @@ class Relaxed:
         return Leaf(bound if bound > leaf.bound else leaf.bound, 0, fixed, x, prices, weight)
 
     def _undecided(self, leaf: Leaf) -> int | None:
-        """The column to branch on: far from 0 and 1, and in many rows."""
-        best, chosen = 0.0, None
-        for column, (x, weighs) in enumerate(zip(leaf.x, self.weighs, strict=True)):
-            open_ = min(x, self.rows.top[column] - x)
-            if open_ > UNDECIDED and open_ * weighs > best and column not in leaf.fixed:
-                best, chosen = open_ * weighs, column
+        """The column to branch on: far from 0 and 1, and in rows with high prices."""
+        rows, best, chosen = self.rows, 0.0, None
+        weighs = [0.0] * len(rows.cost)
+        for row, price in enumerate(leaf.prices):
+            if price > 0.0:
+                for at in range(rows.begin[row], rows.begin[row + 1]):
+                    weighs[rows.columns[at]] += price * abs(rows.coefficients[at])
+        for column, (x, weight) in enumerate(zip(leaf.x, weighs, strict=True)):
+            open_ = min(x, rows.top[column] - x)
+            if open_ > UNDECIDED and open_ * weight > best and column not in leaf.fixed:
+                best, chosen = open_ * weight, column
         return chosen
 
 
@@ -152,28 +163,26 @@ def relaxed(
     candidates: list[int],
     forward: list[int],
     price_with: PriceWith,
+    work: int = WORK,
 ) -> float:
-    """The best bound found with the work there is. The first candidate is taken; then, one by one,
-    the one that adds most to what is proved with those chosen so far."""
+    """The best bound found with this much work.
 
-    def made(moments: list[int]) -> Relaxed:
-        return Relaxed(problem, sorted(moments), forward, limit, target, price_with)
+    The first program has all candidates, or as many as it has room for. The second has those whose
+    bytes have a price, and is branched on.
+    """
 
-    best = made(candidates[:1])
-    spent = best.work
-    for _ in range(MOST - 1):
-        round_ = best
-        for moment in candidates:
-            if moment in best.moments or spent > SHARE * WORK:
-                continue
-            found = made([*best.moments, moment])
-            spent += found.work
-            if found.bound > max(round_.bound, best.bound + GAIN):
-                round_ = found
-        if round_ is best:
-            break
-        best = round_
-    best.work = spent
-    best.climb()
-    best.grow(WORK)
-    return best.bound * target
+    def made(moments: list[int], most: int) -> Relaxed:
+        return Relaxed(problem, sorted(moments), forward, limit, target, price_with, most)
+
+    each = sum(map(len, problem.sim.reads)) + len(problem.sim.nbytes)
+    while len(candidates) > 2 and (len(candidates) + 1) * (len(candidates) + 2) // 2 * each > SIZE:
+        candidates = candidates[:-1]
+    first = made(candidates, int(SHARE * work))
+    first.climb(TRY)
+    moments = first.priced()
+    more = [moment for moment in candidates if moment not in moments]
+    moments += more[: max(LEAST - len(moments), 0)]
+    best = made(moments, work - first.work)
+    best.climb(CLIMB)
+    best.grow()
+    return max(first.bound, best.bound) * target

@@ -9,32 +9,38 @@ the sum of the columns' costs. For moments m0 < m1 < .., span k is the events af
 with mk; the first span begins with backward, the last ends with it.
 
 Columns: `there` is 1 if a value is held (place 0), or held or retained at the event mk (place
-k + 1), but not if only a node has it; `runs` if an operation is replayed in a span; `later` if it
-is in that span or after it, in all but the last.
+k + 1), but not if only a node has it; `ranges` if an operation is replayed in any of the spans from
+one to another. A range of one span costs the operation's time. With ranges, more moments never
+prove less: the rows of some of them are implied by those of all.
 Small values are left out, and so are operations that make nothing else.
 
 Why plans keep the rows. A value that is in memory stays until the end of its life, and that is not
 before its release, nor before the last replay of an operation that reads it (rule 2). So:
-- `_life`: what is in memory at mk was so at m(k-1), or was made in span k, which is possible up to
-  its release; and if its release is not before mk, what was in memory at m(k-1) still is.
-- `_asked`: a value asked for in a span is in memory at its beginning or made in it; one asked for
-  after mk is in memory then or made after that.
+- `_life`: what is in memory at mj was so at m(i-1), or was made in the spans from i to j, which is
+  possible up to its release; and if its release is not before mk, what was in memory at m(k-1) is.
+- `_asked`: a value asked for in span s is in memory at m(i-1) or made in the spans from i to s.
 - `_inputs`: the same for what a replayed operation reads; it is in memory or made in that replay.
-- `_counts`: an operation is replayed after m(k-1) just if it is in span k or after mk.
+- `_counts`: an operation is replayed in a range just if it is in one of its parts.
+- `_causes`: it is so only if its result is asked for there, or what reads it is replayed there.
+- `_events`: this is so at one event, which has to have room for it and all that lead from it to the
+  value that is asked for: with each of them, what it reads and makes is in memory.
+- `_beside`: what is in memory for a whole span is so beside an operation that is replayed in it.
 - `_memory`: what is in memory at an event, with what the plan does not hold, is within the limit,
   before the releases and, for what outlives them, after. No single value is larger than the room.
 - `_forward`: the same for what is held, at a moment of the forward.
 
 Imports: `lowtide.planner.cut`, `lowtide.planner.moments`, `lowtide.planner.repair`.
 
-Rejected: rows for the memory that replays take. As integer programs with a span for each event,
-those of the U-Nets proved nothing more with them that a solver's time limit does not explain. Many
-moments: in fractions, a replay is spread over many short spans, each with a fraction of its inputs.
+Rejected: what else is in memory beside a replay because later operations of the same replay read
+it: on the U-Nets it proved nothing more, and takes seconds to find.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
+from itertools import accumulate
+from operator import or_
 
 from lowtide.planner.cut import room_at
 from lowtide.planner.moments import small_up_to
@@ -42,6 +48,9 @@ from lowtide.planner.repair import Problem
 
 NEGLIGIBLE = 200
 """The smallest values, up to one part in this many of the limit in all, are left out."""
+SMALL = 8
+"""Replays that take no more than one part in this many of what there would be room for have no row
+in `_beside`."""
 NOTHING = -1
 """In place of a column that is 0 in every plan."""
 
@@ -71,15 +80,25 @@ class Rows:
             for value, (size, free) in enumerate(zip(sim.nbytes, sim.free, strict=True))
             if size > small and not free
         ]
+        self.spans = range(len(moments) + 1)
+        self.begins = [0, *(moment + 1 for moment in moments), len(sim.event_value)]
+        self.needs = self._needs()
+        self.events = self._events()
         self._add_columns(problem.gone)
         for value in self.values:
             self._life(value)
         self._asked()
-        for op in self.runs:
+        for op in self.ranges:
             self._counts(op)
             self._inputs(op)
+            self._beside(op)
+        self._causes()
+        # For each moment, its rows of what is in memory.
+        self.memory: list[range] = []
         for place, moment in enumerate(moments, 1):
+            before = len(self.right)
             self._memory(place, moment)
+            self.memory.append(range(before, len(self.right)))
         for step in forward:
             self._forward(step)
 
@@ -87,6 +106,37 @@ class Rows:
         self.cost.append(cost)
         self.top.append(top)
         return len(self.cost) - 1
+
+    def _needs(self) -> list[int]:
+        """For each operation, what it reads and makes; it may write in place of what it reads."""
+        sim = self.sim
+        return [
+            work + sum(sim.nbytes[x] for x in reads if x not in over)
+            for work, reads, over in zip(sim.work, sim.reads, sim.overwrites, strict=True)
+        ]
+
+    def _events(self) -> list[int]:
+        """For each operation, the events at which it may be replayed, as a set of bits."""
+        sim = self.sim
+        order = sorted(range(len(sim.event_value)), key=sim.event_other.__getitem__)
+        levels = [sim.event_other[event] for event in order]
+        low = list(accumulate((1 << event for event in order), initial=0, func=or_))
+        found = [0] * len(sim.cost)
+        for event, value in enumerate(sim.event_value):
+            if not sim.free[value]:
+                found[sim.producer[value]] |= 1 << event
+        for op in reversed(range(len(sim.cost))):  # what no replay makes is last, see `Simulator`
+            fits = low[bisect_right(levels, self.limit - self.needs[op])]
+            found[op] &= fits if sim.replayable[op] else 0
+            for x in sim.reads[op]:
+                if sim.replayable[sim.producer[x]]:
+                    found[sim.producer[x]] |= found[op]
+        return found
+
+    def _in(self, events: int, span: int) -> int:
+        """Those of a set of events that are in a span."""
+        begin, stop = self.begins[span], self.begins[span + 1]
+        return events >> begin & (1 << stop - begin) - 1
 
     def _add_columns(self, gone: frozenset[int]) -> None:
         sim, moments = self.sim, self.moments
@@ -98,15 +148,22 @@ class Rows:
             ]
             for value in self.values
         }
-        none = [NOTHING] * (len(moments) + 1)
-        self.runs: dict[int, list[int]] = {}
-        self.later: dict[int, list[int]] = {}
+        self.ranges: dict[int, dict[tuple[int, int], int]] = {}
+        # The same without those that have the column of a smaller range, or none.
+        self.least: dict[int, dict[tuple[int, int], int]] = {}
         for op in sorted({sim.producer[value] for value in self.values}):
-            self.runs[op] = self.later[op] = none
-            if sim.replayable[op]:
-                self.runs[op] = runs = [self._column(sim.cost[op]) for _ in none]
-                # After the last moment is the last span.
-                self.later[op] = [*(self._column() for _ in moments), runs[-1]]
+            can = [span for span in self.spans if self._in(self.events[op], span)]
+            self.least[op] = columns = {
+                (first, last): self._column(sim.cost[op] if first == last else 0.0)
+                for first in can
+                for last in can
+                if first <= last
+            }
+            self.ranges[op] = ranges = {}
+            for first in self.spans:
+                for last in range(first, len(self.spans)):
+                    inside = [span for span in can if first <= span <= last]
+                    ranges[first, last] = columns[inside[0], inside[-1]] if inside else NOTHING
 
     def _less(self, terms: Terms, right: float) -> None:
         """Add a row. All of its coefficients are divided by the largest, so that rows are alike."""
@@ -120,47 +177,90 @@ class Rows:
 
     def _life(self, value: int) -> None:
         there, release = self.there[value], self.sim.release[value]
-        runs = self.runs[self.sim.producer[value]]
-        begin = 0
+        ranges = self.ranges[self.sim.producer[value]]
         for place, moment in enumerate(self.moments):
-            before, now = there[place], there[place + 1]
-            made = runs[place] if release >= begin else NOTHING
-            self._less([(now, 1.0), (before, -1.0), (made, -1.0)], 0.0)
+            now = there[place + 1]
+            last = min(place, bisect_right(self.begins, release) - 1)
+            for first in range(place + 1 if now != NOTHING else 0):
+                made = ranges[first, last] if first <= last else NOTHING
+                self._less([(now, 1.0), (there[first], -1.0), (made, -1.0)], 0.0)
             if release >= moment:
-                self._less([(before, 1.0), (now, -1.0)], 0.0)
-            begin = moment + 1
+                self._less([(there[place], 1.0), (now, -1.0)], 0.0)
 
     def _asked(self) -> None:
-        moments, producer = self.moments, self.sim.producer
         asked: dict[int, set[int]] = {value: set() for value in self.values}
         for event, value in enumerate(self.sim.event_value):
             if value in asked:
-                asked[value].add(sum(moment < event for moment in moments))
+                asked[value].add(bisect_left(self.moments, event))
         for value, spans in asked.items():
-            there, op = self.there[value], producer[value]
-            for span in sorted(spans):
-                self._less([(there[span], -1.0), (self.runs[op][span], -1.0)], -1.0)
-            for place in range(max(spans, default=0)):  # the last span has a row already
-                self._less([(there[place], -1.0), (self.later[op][place], -1.0)], -1.0)
+            there, ranges = self.there[value], self.ranges[self.sim.producer[value]]
+            for first in range(max(spans, default=-1) + 1):
+                next_ = min(span for span in spans if span >= first)
+                self._less([(there[first], -1.0), (ranges[first, next_], -1.0)], -1.0)
 
     def _counts(self, op: int) -> None:
-        runs, later = self.runs[op], self.later[op]
-        for place in range(len(self.moments)):
-            here, rest, all_ = runs[place], later[place + 1], later[place]
-            self._less([(all_, 1.0), (here, -1.0), (rest, -1.0)], 0.0)
-            self._less([(here, 1.0), (all_, -1.0)], 0.0)
-            self._less([(rest, 1.0), (all_, -1.0)], 0.0)
+        ranges = self.ranges[op]
+        for (first, last), all_ in self.least[op].items():
+            if first == last:
+                continue
+            begin, rest = ranges[first, first], ranges[first + 1, last]
+            most, end = ranges[first, last - 1], ranges[last, last]
+            for parts in dict.fromkeys(((begin, rest), (most, end))):
+                self._less([(all_, 1.0), *((part, -1.0) for part in parts)], 0.0)
+            for part in dict.fromkeys((rest, most)):
+                self._less([(part, 1.0), (all_, -1.0)], 0.0)
 
     def _inputs(self, op: int) -> None:
+        rows: dict[tuple[int, int, int], None] = {}
         for x in self.sim.reads[op]:
-            if x not in self.there:
+            if x in self.there:
+                there, made = self.there[x], self.ranges[self.sim.producer[x]]
+                for (first, last), column in self.ranges[op].items():
+                    if column != NOTHING:
+                        rows[column, there[first], made[first, last]] = None
+        for column, before, inside in rows:
+            self._less([(column, 1.0), (before, -1.0), (inside, -1.0)], 0.0)
+
+    def _causes(self) -> None:
+        sim = self.sim
+        asked = [0] * len(sim.cost)
+        for event, value in enumerate(sim.event_value):
+            asked[sim.producer[value]] |= 1 << event
+        readers: list[set[int]] = [set() for _ in sim.cost]
+        for op in range(len(sim.cost)):
+            if self.events[op]:
+                for x in sim.reads[op]:
+                    readers[sim.producer[x]].add(op)
+        for op in self.ranges:
+            if not readers[op] <= self.ranges.keys():
+                continue  # a reader that makes nothing but small values has no columns
+            spans = [span for span in self.spans if self._in(asked[op], span)]
+            for (first, last), column in self.least[op].items():
+                if not any(first <= span <= last for span in spans):
+                    terms = [(self.ranges[c][first, last], -1.0) for c in sorted(readers[op])]
+                    self._less([(column, 1.0), *terms], 0.0)
+
+    def _beside(self, op: int) -> None:
+        sim, limit = self.sim, self.limit
+        for span in self.spans:
+            column = self.ranges[op][span, span]
+            if column == NOTHING:
                 continue
-            made = self.sim.producer[x]
-            for of in (self.runs, self.later):
-                for place, column in enumerate(of[op]):
-                    if column != NOTHING and (of is self.runs or place < len(self.moments)):
-                        terms = [(column, 1.0), (self.there[x][place], -1.0)]
-                        self._less([*terms, (of[made][place], -1.0)], 0.0)
+            events = [e for e in range(*self.begins[span : span + 2]) if self.events[op] >> e & 1]
+            without = limit - max(sim.event_peak[event] for event in events)
+            with_ = limit - self.needs[op] - min(sim.event_other[event] for event in events)
+            if without - with_ <= without // SMALL:
+                continue
+            terms = [(column, float(without - with_))]
+            for value in self.values:
+                there, release = self.there[value], sim.release[value]
+                if value in sim.reads[op]:
+                    continue
+                if release >= events[-1]:
+                    terms.append((there[span], float(sim.nbytes[value])))
+                elif release < events[0] and span < len(self.moments):
+                    terms.append((there[span + 1], float(sim.nbytes[value])))
+            self._less(terms, float(without))
 
     def _memory(self, place: int, moment: int) -> None:
         sim = self.sim
