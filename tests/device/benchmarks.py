@@ -53,7 +53,7 @@ def turns(place: Place, runs: dict[str, Run], seconds: float) -> dict[str, list[
         once = _timed(place, run, 1)
         calls[name] = 1 if place.quick else max(1, min(50, round(LASTS / max(once, 1e-6))))
     spent: dict[str, list[float]] = {name: [] for name in runs}
-    began, rounds = time.monotonic(), LEAST if place.quick else ROUNDS
+    began, rounds = time.monotonic(), 2 if place.quick else ROUNDS  # quartiles take two
     for number in range(rounds):
         if number >= LEAST and time.monotonic() - began > seconds:
             break
