@@ -92,6 +92,60 @@ def teacher(net: nn.Module, other: nn.Module, budget: lowtide.Budget) -> None:
     loss.backward()
 
 
+def function_alone(net: nn.Module, _other: nn.Module, budget: lowtide.Budget) -> None:
+    """Nothing in the context reads what the Function makes, so nothing shows that it is one."""
+    with budget:
+        y = checkpoint(net, torch.randn(4, 8, requires_grad=True), use_reentrant=True)
+    y.square().mean().backward()
+
+
+def generator(net: nn.Module, _other: nn.Module, budget: lowtide.Budget) -> None:
+    """Of a GAN with a budget for each of the two, and a small discriminator."""
+    small = nn.Linear(8, 1)
+    with budget:
+        with torch.no_grad():
+            y = net(torch.randn(4, 8))
+        loss = small(y).mean()
+    loss.backward()
+    with lowtide.budget("1 MB"):
+        loss = small(net(torch.randn(4, 8))).mean()
+    loss.backward()
+
+
+def actor(net: nn.Module, other: nn.Module, budget: lowtide.Budget) -> None:
+    """Beside a critic as large, whose targets come from a third network."""
+    x, target = torch.randn(4, 8), network()
+    with budget:
+        with torch.no_grad():
+            y = target(net(x))
+        loss = (other(x) - y).square().mean()
+    loss.backward()
+    other(net(x)).mean().backward()
+
+
+def evaluated(net: nn.Module, _other: nn.Module, budget: lowtide.Budget) -> None:
+    x = torch.randn(4, 8)
+    with budget, torch.no_grad():
+        net(x).square().mean()
+    net(x).square().mean().backward()
+
+
+def not_trained_yet(net: nn.Module, _other: nn.Module, budget: lowtide.Budget) -> None:
+    """An optimizer that has it already finds zeros there."""
+    small = nn.Linear(8, 1)
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with budget:
+        with torch.no_grad():
+            y = net(torch.randn(4, 8))
+        loss = small(y).mean()
+    loss.backward()
+
+
+OTHERS = [usual, checkpointed, rollout, discriminator, teacher, function_alone, generator, actor,
+          evaluated, not_trained_yet]  # fmt: skip
+
+
 @pytest.mark.parametrize("step", [cached, cached_by_hand])
 def test_what_is_run_again_outside_of_a_budget_is_told_once(step: Step) -> None:
     net, other = network(), network()
@@ -108,7 +162,7 @@ def test_what_is_run_again_outside_of_a_budget_is_told_once(step: Step) -> None:
     assert not uncalled._hook
 
 
-@pytest.mark.parametrize("step", [usual, checkpointed, rollout, discriminator, teacher])
+@pytest.mark.parametrize("step", OTHERS)
 def test_other_forwards_without_grad_are_not(step: Step) -> None:
     net, other = network(), network()
     optimizer = torch.optim.SGD([*net.parameters(), *other.parameters()], lr=0.1)

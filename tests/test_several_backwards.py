@@ -484,6 +484,47 @@ def test_what_the_first_of_several_backwards_shows_holds_for_the_plan_of_all(sha
     assert budget.report().planned
 
 
+class Keeps(torch.autograd.Function):
+    """Its backward leaves what it was given to the program."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, given: Tensor) -> Tensor:  # type: ignore[override]
+        KEPT.append(*ctx.saved_tensors)
+        return given * (1 - KEPT[-1].tanh().square())
+
+
+KEPT: list[Tensor] = []
+
+
+def test_what_a_backward_was_given_may_die_after_its_measurement() -> None:
+    layers, x = nn.ModuleList(nn.Linear(64, 64) for _ in range(8)), torch.randn(64, 64)
+
+    def step(context: Context) -> None:
+        layers.zero_grad()
+        with context:
+            y = x
+            for layer in layers:
+                y = Keeps.apply(layer(y).exp().sigmoid())
+            loss = y.square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    plain = lowtide.measure(step, contextlib.nullcontext()).peak_bytes
+    KEPT.clear()
+    budget = lowtide.budget(int(0.9 * plain))
+    for _ in range(2):
+        lowtide.measure(step, budget)
+        KEPT.clear()
+    report = budget.report()
+    assert report.replayed_operations > 0
+    assert report.measured_steps > 0
+
+
 class AtTimes(nn.Module):
     """Residual blocks, of which the last reaches the loss as a number without a graph at times."""
 

@@ -8,6 +8,7 @@ errors. Rejected: hooks on parameters, which copies and other libraries would me
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import weakref
 from typing import Any, Protocol
@@ -26,13 +27,14 @@ class Waits(Protocol):
 
 
 _waiting: dict[int, Waits] = {}
+_keys = itertools.count()  # no ids: a key may be named when another object has that memory
 _hook: list[RemovableHandle] = []
 
 
 def wait(one: Waits) -> int:
     """Show it each optimizer that is about to step; the key with which it waits."""
     # One hook for all: a garbage collection may end a model while torch goes through its hooks.
-    key = id(one)
+    key = next(_keys)
     _waiting[key] = one
     if not _hook:
         _hook.append(register_optimizer_step_pre_hook(_steps))

@@ -254,6 +254,8 @@ class Lives:
         index = len(self.requests) - 1
 
         def gone(_: Any) -> None:
+            if len(self.requests) in self.backwards:
+                return  # a Function has kept it: a mark may be too late, and spoil the measurement
             if self.memory is not None and threading.get_ident() == self._asked_on:
                 self.given[index] = self.memory.mark() or FOREVER
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide import _compat
-from lowtide.backward.functions import runs_again, some_run_again
+from lowtide.backward.functions import ends, outside, runs_again, some_run_again
 from lowtide.backward.operation import Call, describe
 from lowtide.backward.reads import look_at_reads, summed, writes_through
 from lowtide.backward.sparse import sparse_gradient, sparse_temporaries
@@ -157,6 +157,11 @@ class Observer(CutOff):
         """Whether a custom Function of a step whose forward is over is taken to run that again;
         what a teacher ran without grad is none."""
         return some_run_again(self)
+
+    def ran_without_grad(self) -> set[int]:
+        """The operations of a forward that is over that ran without grad in no custom Function, and
+        made what others have read."""
+        return outside(self, ends(self))
 
     def seen(self) -> Seen:
         return Seen(
