@@ -444,7 +444,7 @@ class OfOne(nn.Module):
         self.embedding, self.norm = nn.Embedding(11, 48), nn.LayerNorm(48)
         self.inside, self.outside = nn.Linear(48, 144), nn.Linear(48, 48)
         self.heads = nn.ModuleList([nn.Linear(48, 11), nn.Linear(48, 4)])
-        self.words, self.parts = torch.randint(11, (16, 8)), [self]
+        self.words = torch.randint(11, (16, 8))
 
     def forward(self) -> tuple[Tensor, Tensor]:
         x = self.embedding(self.words)

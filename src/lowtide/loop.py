@@ -188,7 +188,8 @@ class Loop:
         if recording is None or over is None or _compat.in_backward() or not recording.at_its_root:
             return
         over.drop_replayed()
-        self._rerun.look(over.observer)
+        if self.model is None:
+            self._rerun.look(over.observer)
         recording.recorder.met_unusual()
         self.unrecorded.idling.turned(None)
         if over in self._active:  # else an interrupt has come in here, and the program goes on
@@ -250,8 +251,8 @@ class Loop:
             if error is None:
                 self._hidden.look(decisions, self.steps)
                 self._emptied.look(decisions)
-                self._rerun.look(decisions.observer)
-                if self.model is None:
+                if self.model is None:  # a fitted one says it by what its hooks run
+                    self._rerun.look(decisions.observer)
                     self._rerun.ends()
 
     @property

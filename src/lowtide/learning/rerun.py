@@ -61,9 +61,8 @@ class Rerun:
         without = [leaf for leaf, with_grad in alive if not with_grad and leaf.grad is None]
         if without:
             waits = _Waits(without, sum(t.numel() for t, with_grad in alive if with_grad))
-            waits.key = key = wait(waits)
-            _waiting.append(key)
-            weakref.finalize(self, wait_no_more, key, stepping=True).atexit = False
+            _waiting.append(waits.key)
+            weakref.finalize(self, wait_no_more, waits.key, stepping=True).atexit = False
 
 
 _waiting: list[int] = []  # the keys of `_Waits` since the last context has ended
@@ -76,7 +75,7 @@ class _Waits:
     def __init__(self, leaves: list[torch.Tensor], trained: int) -> None:
         self._leaves = weakref.WeakValueDictionary({id(leaf): leaf for leaf in leaves})
         self._trained = trained
-        self.key = -1
+        self.key = wait(self)
 
     def looks_at(self, optimizer: torch.optim.Optimizer) -> None:
         given = [p for group in optimizer.param_groups for p in group["params"]]

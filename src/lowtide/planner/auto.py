@@ -101,8 +101,8 @@ def solve(
 
     `polish_with` never decides whether something fits: the same limits are refused without it.
     With `prove`, as much time again is spent on raising the bound; the plan stays the same.
-    `cut_with` makes that faster, so that more is proved; with `price_with`, linear programs take
-    the place of cuts.
+    `cut_with` makes that faster, so that more is proved; with `price_with`, linear programs come
+    first, and cuts where these leave much unproved.
     """
     began = perf_counter()
     search = Search(Problem(Simulator(graph)), limit - margin, began + time_limit)
