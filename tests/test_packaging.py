@@ -257,14 +257,14 @@ FLOORS = {
     # Following a plan does not include searching for one.
     "running": "_compat engine errors kernels limits measure memory observing planner replay tape",
     # A dry run is recorded and observed like a real step, and knows no budget.
-    "dryrun": "_compat engine errors kernels memory models observing planner replay running step "
-    "tape",
+    "dryrun": "_compat batches engine errors kernels memory models observing planner replay "
+    "running step tape",
     # Planning a budget's steps is independent of recording them.
     "learning": "_compat engine errors limits memory models observing planner refusal report "
     "running",
     # Figures for pictures are made above planning.
-    "analysis": "alike dryrun errors frontier levels limits page planner plans policies saved tape "
-    "texttable",
+    "analysis": "alike batches dryrun errors frontier levels limits page planner plans policies "
+    "saved tape texttable",
     # Comparing real steps is above everything that runs them.
     "verifying": "_compat budget checkpoint dryrun engine errors export limits measure models "
     "plans replay step tape texttable",

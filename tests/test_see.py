@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -380,21 +380,41 @@ def test_a_step_that_takes_one_size_of_batch_has_no_half_and_needs_no_real_step(
     assert subject.halved is None
 
 
-class Batch(NamedTuple):
+class Named(NamedTuple):
     x: Tensor
     y: Tensor
 
 
-def test_half_a_batch_in_a_named_tuple_is_half_of_it() -> None:
+@dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+    y: Tensor
+
+
+class Attributes(dict[str, Tensor]):
+    __getattr__ = dict.__getitem__
+
+
+class Wrapped(UserDict[str, Tensor]):
+    """As the batches of transformers' tokenizers are."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        return self[name]
+
+
+@pytest.mark.parametrize("batch_of", [Named, Frozen, Attributes, Wrapped])
+def test_half_a_batch_is_half_of_it_in_a_batch_of_the_same_type(batch_of: type) -> None:
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
 
-    def step(batch: Batch) -> Tensor:
+    def step(batch: Any) -> Tensor:
+        assert type(batch) is batch_of
         return (model(batch.x) - batch.y).square().mean()
 
-    batch = Batch(torch.randn(512, 16), torch.randn(512, 4))
-    halved = study(step, (batch,)).halved
+    x, y = torch.randn(512, 16), torch.randn(512, 4)
+    halved = study(step, (batch_of(x=x, y=y),)).halved
     assert halved is not None
-    assert halved.peak == lowtide.plan(step, Batch(batch.x[:256], batch.y[:256])).peak
+    assert halved.peak == lowtide.plan(step, batch_of(x=x[:256], y=y[:256])).peak
+    assert x.shape[0] == 512
 
 
 # ---------------------------------------------------------------------------- reasons

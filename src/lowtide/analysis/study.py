@@ -2,8 +2,8 @@
 
 Problem: the text, the command line, the page and the trace describe the same step and must agree.
 Invariant: they all read one `Study`; it holds numbers and names, no module and no tensor, and one
-dry run is enough for all of them. Imports dryrun, witness, options. Rejected: a dry run for each
-verb.
+dry run is enough for all of them. Imports batches, dryrun, witness, options. Rejected: a dry run
+for each verb.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from lowtide.analysis.options import Option, Recipes, recipes, simulate_options
 from lowtide.analysis.timeline import Timeline, timeline
+from lowtide.batches import changed, tensors_of
 from lowtide.dryrun.found import Found
 from lowtide.dryrun.ledger import Ledger
 from lowtide.dryrun.run import Dry, dry_run
@@ -151,37 +152,19 @@ def _halved(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], on: str | None
 ) -> Halved | None:
     """What half the batch takes; None unless all arguments share a first size above one."""
-    sizes = {t.shape[0] for t in _tensors((args, kwargs)) if t.dim()}
+    sizes = {t.shape[0] for t in tensors_of((args, kwargs)) if t.dim()}
     if len(sizes) != 1 or min(sizes) < 2:
         return None
     size = sizes.pop()
     half = size // 2
 
-    def cut(item: Any) -> Any:
-        if isinstance(item, torch.Tensor):
-            leaf = item.detach()[:half] if item.dim() else item.detach()
-            return leaf.requires_grad_(item.requires_grad)
-        if type(item) in (list, tuple):
-            return type(item)(map(cut, item))
-        if isinstance(item, tuple) and hasattr(item, "_fields"):
-            return type(item)(*map(cut, item))
-        if isinstance(item, dict):
-            return {key: cut(part) for key, part in item.items()}
-        return item
+    def cut(tensor: Tensor) -> Tensor:
+        leaf = tensor.detach()[:half] if tensor.dim() else tensor.detach()
+        return leaf.requires_grad_(tensor.requires_grad)
 
     # A step may accept only the batch size it was written for: then there is no such figure.
     try:
-        step = dry_run(fn, cut(args), cut(kwargs), on, real=False)
+        step = dry_run(fn, changed(args, cut), changed(kwargs, cut), on, real=False)
     except LowtideError:
         return None
     return Halved(size, half, plan_step(step, None).peak)
-
-
-def _tensors(item: Any) -> list[torch.Tensor]:
-    if isinstance(item, torch.Tensor):
-        return [item]
-    if isinstance(item, dict):
-        return [t for part in item.values() for t in _tensors(part)]
-    if isinstance(item, list | tuple):
-        return [t for part in item for t in _tensors(part)]
-    return []

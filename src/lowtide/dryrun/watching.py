@@ -3,8 +3,8 @@
 Problem: a dry run, and the real step that stands in for one, want what a budget's first step shows,
 and also which module called each operation. Invariant: the observer sees what it would in a step
 under a budget; the function runs its own backward, or backward starts from all that it returns.
-Imports memory, outside, witness, observer, step. Rejected: the decisions of a real step with a
-limit that is never reached, which look at times and room.
+Imports batches, memory, outside, witness, observer, step. Rejected: the decisions of a real step
+with a limit that is never reached, which look at times and room.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import nn
 
 from lowtide import _compat
 from lowtide._compat import fakes
+from lowtide.batches import tensors_of
 from lowtide.dryrun.found import OWN
 from lowtide.dryrun.memory import FakeMemory
 from lowtide.dryrun.outside import stand_in
@@ -128,19 +128,6 @@ class _Everything(Decisions):
     def answered(self, value: Value, given: torch.Tensor) -> None:
         if self.begun and value.number >= 0:
             self.observer.answered(value, given)
-
-
-def tensors_of(result: Any) -> list[torch.Tensor]:
-    """The tensors in any nesting of lists, tuples and dictionaries (model outputs included)."""
-    if isinstance(result, torch.Tensor):
-        return [result]
-    if isinstance(result, dict):
-        return [t for part in result.values() for t in tensors_of(part)]
-    if isinstance(result, list | tuple):
-        return [t for part in result for t in tensors_of(part)]
-    if is_dataclass(result) and not isinstance(result, type):
-        return [t for part in fields(result) for t in tensors_of(getattr(result, part.name))]
-    return []
 
 
 def loss_of(result: Any, to_come: torch.Tensor | None = None) -> torch.Tensor | None:
