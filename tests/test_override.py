@@ -166,6 +166,11 @@ class Scaled(nn.Module):
         return (by * x).exp().sin()
 
 
+def cubed(*args: Any, exponent: int) -> Tensor:
+    """Of its last argument: a `functools.partial` in a class is a method since Python 3.14."""
+    return torch.pow(args[-1], exponent)
+
+
 @pytest.mark.filterwarnings("ignore:functools.partial will be a method:FutureWarning")
 @pytest.mark.parametrize(
     "forward",
@@ -173,7 +178,7 @@ class Scaled(nn.Module):
         staticmethod(lambda x: x.exp().sin()),
         classmethod(lambda cls, x: x.exp().sin()),
         torch.sin,
-        functools.partial(torch.pow, exponent=3),
+        functools.partial(cubed, exponent=3),
         functools.partialmethod(Scaled.scaled, by=0.5),
         Cube(),
     ],
