@@ -127,3 +127,23 @@ def test_room_is_made_for_what_an_index_makes() -> None:
     assert lowtide.measure(step, device="cpu").peak_bytes > 1 << 20
     assert lowtide.measure(budgeted, device="cpu").peak_bytes < 1 << 20
     assert same(gradients[:1], gradients[1:])
+
+
+@pytest.mark.parametrize("name", ["zeros", "mul"])
+def test_a_first_operation_is_refused_before_it_runs(name: str) -> None:
+    """Nothing was live that could have been dropped, which was taken for enough."""
+    weight = torch.nn.Parameter(torch.randn(64, 64))
+    calls: dict[str, Callable[[], Tensor]] = {
+        "zeros": lambda: torch.zeros(COUNT),
+        "mul": lambda: HALF[:, None] * HALF,
+    }
+
+    def step() -> None:
+        made = calls[name]()
+        (weight.square().mean() + made.mean()).backward()
+
+    def refused() -> None:
+        with lowtide.budget(1 << 20), pytest.raises(lowtide.BudgetError):
+            step()
+
+    assert lowtide.measure(refused, device="cpu").peak_bytes < 1 << 20

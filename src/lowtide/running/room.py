@@ -138,7 +138,7 @@ class Room:
         enough = self._evictor.shrink(max(0, target), self._drop)
         if self._evictor.drops > before:
             self._observer.anew()
-        return enough
+        return enough and target >= 0  # else not even with nothing left
 
     def give(self, nbytes: int) -> bool:
         """Free this many bytes, or as many as possible; whether any were freed."""
@@ -168,9 +168,7 @@ def elsewhere(owner: Loop, args: Any) -> bool:
 def _makes_more(facts: Facts, func: Any, args: Any, kwargs: Any, than: int) -> bool:
     """Whether a call may take many times as many bytes as its arguments have, or the largest value
     so far."""
-    if not facts.grows:
-        return False
-    return unfolds(facts.name) or made_by(func, args, kwargs) > than
+    return unfolds(facts.name) or (facts.grows and made_by(func, args, kwargs) > than)
 
 
 def _guessed(facts: Facts, args: Any, kwargs: Any) -> int:

@@ -167,7 +167,7 @@ _AMBIENT_PARTS = ("conv", "mm", "matmul", "linear", "attention", "rnn", "lstm", 
 # Make a few times what the largest argument has, broadcast with the others, or what those of a list
 # have together. So does all that torch says goes point by point, or reduces. What any other makes
 # (`index`, a pad, a factory: any number of bytes out of little) is found before it runs; to have
-# one in here only saves time.
+# one in here only saves time. What a convolution takes is asked for elsewhere, see `unfolds`.
 _BOUNDED = frozenset(
     f"aten::{name}"
     for name in (
@@ -178,7 +178,7 @@ _BOUNDED = frozenset(
         "cat", "stack", "_to_copy", "empty_like", "zeros_like", "ones_like", "full_like",
         "rand_like", "randn_like", "bernoulli", "unsafe_split", "sum", "mean", "cumsum", "triu",
         "tril", "roll", "flip", "gather", "scatter", "scatter_add", "index_add", "index_put",
-        "_prelu_kernel", "nll_loss_forward", "mse_loss",
+        "_prelu_kernel", "nll_loss_forward", "mse_loss", "convolution",
     )
 )  # fmt: skip
 _BOUNDING = {getattr(torch.Tag, name, None) for name in ("pointwise", "reduction")}
