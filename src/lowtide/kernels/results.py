@@ -57,7 +57,7 @@ def made_by(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
     try:
         made = _run(func, args, kwargs)
     except Exception:  # any operator may refuse meta tensors, each in its own way
-        return max(map(bytes_of, tensors), default=0)
+        made = max(map(bytes_of, tensors), default=0)
     if call is not None:
         if len(_known) >= _MOST:
             _known.clear()

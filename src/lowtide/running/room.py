@@ -2,8 +2,9 @@
 
 Problem: the first step, and every step that changed, allocates what no plan foresees (rule 13).
 Invariant: before an operation allocates, what it needs is free under the target, or everything that
-may be dropped was and the budget was told. Imports observer, online, workspace. Rejected: making
-room after the operation has run, when the limit has been passed already.
+may be dropped was and the budget was told. Imports observer, online, results, workspace. Rejected:
+making room after the operation has run, when the limit has been passed already; asking for the size
+of every result, which takes as long as a small kernel where the limit is far.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowtide.kernels.results import bytes_of, made_by
 from lowtide.kernels.workspace import room_for, unfolds
 from lowtide.observing.observer import Observer
 from lowtide.observing.rebuild import before_requests
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
 _LOSS = 12
 _INSIDE = 6  # times its largest input: what a custom operator or its backward may hold at once
 _PLENTY = 8  # a call is not looked at closely while 8 of the largest storages still fit
-# May make any number of bytes from a small tensor. So may a factory, which reads none.
-_GROWS = "aten::repeat"
 
 
 class Room:
@@ -62,10 +62,9 @@ class Room:
         evictor = self._evictor
         self._observer.anew()  # values dropped earlier may have been freed just now
         live = self._live[0]
-        plenty = live + _PLENTY * max(evictor.largest, _together(args))
+        most = max(evictor.largest, _together(args))
         target = self._owner.allowance.target(live, self._observer.missing)
-        grows = facts.places or facts.name == _GROWS or unfolds(facts.name)
-        if plenty <= target and not grows:
+        if live + _PLENTY * most <= target and not _makes_more(facts, func, args, kwargs, most):
             return
         need = room_for(facts.name, func, args, kwargs)
         if facts.foreign:
@@ -139,7 +138,7 @@ class Room:
         enough = self._evictor.shrink(max(0, target), self._drop)
         if self._evictor.drops > before:
             self._observer.anew()
-        return enough
+        return enough and target >= 0  # else not even with nothing left
 
     def give(self, nbytes: int) -> bool:
         """Free this many bytes, or as many as possible; whether any were freed."""
@@ -166,6 +165,12 @@ def elsewhere(owner: Loop, args: Any) -> bool:
     return found is not None and found.device != counts
 
 
+def _makes_more(facts: Facts, func: Any, args: Any, kwargs: Any, than: int) -> bool:
+    """Whether a call may take many times as many bytes as its arguments have, or the largest value
+    so far."""
+    return unfolds(facts.name) or (facts.grows and made_by(func, args, kwargs) > than)
+
+
 def _guessed(facts: Facts, args: Any, kwargs: Any) -> int:
     """What a call, or its backward, takes of which only the inputs are known."""
     tensors = tensors_in(args, kwargs)
@@ -185,9 +190,10 @@ def _made_like(tensor: torch.Tensor) -> int:
 
 
 def _together(args: Any) -> int:
-    """Bytes of one tensor of the shape that all arguments broadcast to, which may be large."""
+    """Bytes of one tensor of the shape that all arguments broadcast to, which may be large, or of
+    all that are in a list."""
     sizes: tuple[int, ...] = ()
-    each = 0
+    each = listed = 0
     for argument in args:
         if isinstance(argument, torch.Tensor) and not argument.is_nested:  # which has no shape
             shape = argument.shape
@@ -195,4 +201,7 @@ def _together(args: Any) -> int:
                 longer = zip_longest(reversed(sizes), reversed(shape), fillvalue=1)
                 sizes = tuple(map(max, longer))[::-1]
             each = max(each, argument.element_size())
-    return each * math.prod(sizes)
+        elif type(argument) is list and argument and isinstance(argument[0], torch.Tensor):
+            given = [item for item in argument if item is not None]
+            listed += sum([t.nbytes if t.layout is torch.strided else bytes_of(t) for t in given])
+    return max(listed, each * math.prod(sizes))

@@ -164,6 +164,25 @@ _AMBIENT_PARTS = ("conv", "mm", "matmul", "linear", "attention", "rnn", "lstm", 
                   "softmax", "prod", "sort", "median", "kthvalue", "histc", "bincount",
                   "gelu", "dist", "transformer")  # fmt: skip
 
+# Make a few times what the largest argument has, broadcast with the others, or what those of a list
+# have together. So does all that torch says goes point by point, or reduces. What any other makes
+# (`index`, a pad, a factory: any number of bytes out of little) is found before it runs; to have
+# one in here only saves time. What a convolution takes is asked for elsewhere, see `unfolds`.
+_BOUNDED = frozenset(
+    f"aten::{name}"
+    for name in (
+        "mm", "addmm", "bmm", "baddbmm", "mv", "dot", "_softmax", "_log_softmax", "_safe_softmax",
+        "native_layer_norm", "native_group_norm", "native_batch_norm", "cudnn_batch_norm",
+        "_fused_rms_norm", "native_dropout", "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+        "cat", "stack", "_to_copy", "empty_like", "zeros_like", "ones_like", "full_like",
+        "rand_like", "randn_like", "bernoulli", "unsafe_split", "sum", "mean", "cumsum", "triu",
+        "tril", "roll", "flip", "gather", "scatter", "scatter_add", "index_add", "index_put",
+        "_prelu_kernel", "nll_loss_forward", "mse_loss", "convolution",
+    )
+)  # fmt: skip
+_BOUNDING = {getattr(torch.Tag, name, None) for name in ("pointwise", "reduction")}
+
 
 class Facts:
     """Facts about one operator overload.
@@ -196,6 +215,7 @@ class Facts:
         ambient: recorded with the global switches: a family of kernels that consults them, or a
             factory.
         places: takes a keyword `device` for its results.
+        grows: may make far more than it is given, see `_BOUNDED`.
     """
 
     __slots__ = (
@@ -209,6 +229,7 @@ class Facts:
         "foreign",
         "func",
         "generator",
+        "grows",
         "handed",
         "has_bodies",
         "lazy_bits",
@@ -235,7 +256,8 @@ class Facts:
             self.lazy_bits = False
             self.view = self.random = self.blank = self.constant = False
             self.generator: int | str | None = None
-            self.placing = self.ambient = self.simple = self.chunks = self.places = False
+            self.placing = self.ambient = self.simple = self.chunks = False
+            self.places = self.grows = False
             self.unversioned = self.tried_out = self.added = False
             self.makes = True
             self.fills: frozenset[int | str] = frozenset()
@@ -293,6 +315,7 @@ class Facts:
             and not self.chunks
         )
         self.places = any(a.name == "device" and a.kwarg_only for a in schema.arguments)
+        self.grows = schema.name not in _BOUNDED and _BOUNDING.isdisjoint(func.tags)
         factory = makes and any(a.name == "dtype" for a in schema.arguments)
         self.ambient = factory or declared or any(part in base for part in _AMBIENT_PARTS)
 
