@@ -5,9 +5,9 @@ choosing what to save needs bytes, times and dependencies. Invariant: a storage 
 however many nodes see it, and its bytes come from the traced shapes (for a symbolic size, its value
 while compiling; for one that is found in data, the largest). What must not run twice is not
 `again`: collectives, custom operators, writes, calls of whole graphs, what finds sizes in data, and
-what reads an input that the forward overwrites. Imports `_compat`, nodes, costs, workspace.
-Rejected: one value per node, as in torch's own knapsack, which counts a storage once for each of
-its views.
+what reads an input that the forward overwrites. Imports `_compat`, nodes, costs, scratchpad,
+workspace. Rejected: one value per node, as in torch's own knapsack, which counts a storage once for
+each of its views.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from lowtide.inductor.nodes import (
     writes,
 )
 from lowtide.kernels.costs import CostModel, DeviceModel
+from lowtide.kernels.scratchpad import scratchpad
 from lowtide.kernels.workspace import kernel_workspace
 from lowtide.tape.values import flatten
 
@@ -358,6 +359,8 @@ class Joint:
                     args = [in_channels_last(arg) for arg in args]
                 tensors = [t for a in args for t in flatten(a) if isinstance(t, torch.Tensor)]
                 workspace = int(kernel_workspace(name, tensors, args, made))
+                if self.on_cpu and "convolution" in name:  # of which no step is measured
+                    workspace += scratchpad(name, args)
         late, state = node in self._late, _STATE if draws(node) and self.on_cpu else 0
         slow = inlined and node.target.overloadpacket.__name__ in _REUSED
         return Op(
