@@ -171,6 +171,28 @@ def test_micro_batches_and_an_optimizer_that_is_compiled_too() -> None:
     assert graph.peak <= limit < graph.plain_peak
 
 
+def test_a_backward_that_is_called_in_compiled_code() -> None:
+    """Dynamo ends the graph at the backward, so it is not known in the first step that none
+    follows: it saved as little as it could in all steps."""
+
+    def train(backend: Any) -> tuple[list[Tensor], int]:
+        torch._dynamo.reset()
+        model = Net()
+        call = torch.compile(lambda x: model(x).backward(), backend=backend)
+        for _ in range(2):
+            model.zero_grad()
+            taken = lowtide.measure(lambda: call(X), device="cpu").peak_bytes
+        return [p.grad for p in model.parameters() if p.grad is not None], taken
+
+    expected, plain = train("aot_eager")
+    budget = lowtide.CompileBudget(plain, compiler="aot_eager")
+    found, taken = train(budget)
+    assert same(expected, found)
+    assert taken == plain
+    (graph,) = budget.report().graphs
+    assert graph.recomputed == 0
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_torchs_checkpoints_inside(reentrant: bool) -> None:
     """They are hints. A limit that the step keeps as torch splits it changes nothing."""

@@ -220,9 +220,11 @@ class CompileBudget:
     # ------------------------------------------------------------------ from step to step
 
     def _settle(self) -> None:
-        """Choose for all graphs of the last step together, now that its calls are known."""
+        """Choose for all graphs of the last step together, now that its calls are known. One that
+        had left room for others may be alone, as if the backward is called in compiled code."""
         calls = self._ledger.last_step
-        if len(calls) < 2 or calls == self._settled:
+        waited = self.several_calls or any(graph.more_follows for graph in calls)
+        if not calls or calls == self._settled or (len(calls) < 2 and not waited):
             return
         self._settled = calls
         for graph, choice in self._together(calls).items():
