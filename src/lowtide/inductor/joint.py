@@ -124,7 +124,8 @@ class Joint:
             -1: none is.
         passed_on: nodes that get a storage back from a call of graphs that it was given to. Only
             that call can make them, so they are saved with it.
-        bound: storages that have to be saved if the backward reads them.
+        required: storages that a checkpoint's policy inside, or torch itself, says must be saved.
+        bound: all that have to be saved if the backward reads them.
         results_last: whether the caller holds `returned` while this graph's backward runs.
         bandwidth: bytes per second that fused kernels move.
         on_cpu: whether all of it is on the CPU.
@@ -171,11 +172,9 @@ class Joint:
         self.parameter_gradients = self._made(
             [backward[place] for place in traced.static if place < len(backward)]
         )
-        self.bound = frozenset(
-            made for op in self.ops if not op.again and not op.late for made in op.makes
-        ) | frozenset(
-            s for n in traced.nodes if partitioner.must_be_saved(n) for s in self._seen.get(n, ())
-        )
+        self.required = self._made([n for n in traced.nodes if partitioner.must_be_saved(n)])
+        once = (op for op in self.ops if not op.again and not op.late)
+        self.bound = self.required.union(made for op in once for made in op.makes)
         self.bound |= {s for s in self.passed_on if self.storages[s].maker != OUTSIDE}
 
     def is_input(self, node: Any) -> bool:
