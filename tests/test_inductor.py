@@ -290,6 +290,26 @@ def test_what_is_predicted_of_inductor_is_measured(
     assert 0.98 * graph.peak <= measured <= graph.peak + 1024
 
 
+def test_convolutions_in_half_precision_take_no_more_than_is_planned() -> None:
+    """Autocast inside, channels last: a step was over its limit by what oneDNN allocates."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(8, 8, 3, 2, 1), nn.Tanh(), nn.Conv2d(8, 2, 7, padding=3))
+    x = torch.randn(2, 8, 16, 16).to(memory_format=torch.channels_last)
+    x.requires_grad_()
+
+    def loss(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(x).float().square().mean()
+
+    backend = lowtide.CompileBudget(1.0, compiler="aot_eager")
+    compiled = torch.compile(loss, backend=backend)
+    step(model, compiled, x)
+    planned = backend.report().planned_peak
+    assert planned is not None
+    x.grad = None
+    assert peak(model, compiled, x) <= planned + 64
+
+
 @functools.cache
 def compiled_peak(build: Callable[[], nn.Module], x: Tensor) -> int:
     model = build()

@@ -6,6 +6,7 @@ inside, compiled autograd: what is right, inside the limit, and what is said whe
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import lowtide
 from by_hand import same
@@ -171,6 +172,28 @@ def test_micro_batches_and_an_optimizer_that_is_compiled_too() -> None:
     assert graph.peak <= limit < graph.plain_peak
 
 
+def test_a_backward_that_is_called_in_compiled_code() -> None:
+    """Dynamo ends the graph at the backward, so it is not known in the first step that none
+    follows: it saved as little as it could in all steps."""
+
+    def train(backend: Any) -> tuple[list[Tensor], int]:
+        torch._dynamo.reset()
+        model = Net()
+        call = torch.compile(lambda x: model(x).backward(), backend=backend)
+        for _ in range(2):
+            model.zero_grad()
+            taken = lowtide.measure(lambda: call(X), device="cpu").peak_bytes
+        return [p.grad for p in model.parameters() if p.grad is not None], taken
+
+    expected, plain = train("aot_eager")
+    budget = lowtide.CompileBudget(plain, compiler="aot_eager")
+    found, taken = train(budget)
+    assert same(expected, found)
+    assert taken == plain
+    (graph,) = budget.report().graphs
+    assert graph.recomputed == 0
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_torchs_checkpoints_inside(reentrant: bool) -> None:
     """They are hints. A limit that the step keeps as torch splits it changes nothing."""
@@ -190,3 +213,23 @@ def test_torchs_checkpoints_inside(reentrant: bool) -> None:
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     assert same(expected, gradients(model, compiled))
     assert peak(model, compiled) <= most + 8192
+
+
+def test_a_refusal_names_what_a_policy_inside_keeps() -> None:
+    products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    contexts = functools.partial(create_selective_checkpoint_contexts, products)
+
+    class Selective(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = checkpoint(
+                    lambda x, b=block: b.second(b.first(x).sin()).sin(),
+                    x, use_reentrant=False, context_fn=contexts,
+                )  # fmt: skip
+            return x.square().mean()
+
+    model = Selective()
+    backend = lowtide.CompileBudget("40 KB", compiler="aot_eager")
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with pytest.raises(BudgetError, match=r"gradients\. [0-9.]+ KiB must be saved, as the policy"):
+        gradients(model, compiled)

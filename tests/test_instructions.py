@@ -204,6 +204,35 @@ def test_what_a_small_convolution_takes_with_avx512(name: str) -> None:
             assert abs(modelled(operator, made, args) - peak) <= 512, (operator, passes)
 
 
+# Parameters that grow in blocks of channels; strided gradients of the input; narrow images.
+HALVES = {
+    "last, few results": Shape((8, 64, 16, 16), (2, 64, 7, 7), padding=3, last=True),
+    "last, one block of many": Shape((2, 40, 8, 8), (33, 40, 5, 5), padding=2, last=True),
+    "last, narrow": Shape((1, 8, 32, 32), (2, 8, 7, 7), padding=3, last=True),
+    "last, narrow, stride": Shape((1, 3, 7, 7), (16, 3, 5, 5), 2, 2, last=True),
+    "last, pointwise": Shape((8, 16, 28, 28), (64, 16, 1, 1), last=True),
+    "pointwise": Shape((16, 3, 32, 32), (64, 3, 1, 1)),
+    "groups": Shape((8, 16, 16, 16), (64, 8, 1, 1), groups=2),
+    "transposed, 3D": Shape((8, 16, 8, 8, 8), (16, 64, 3, 3, 3), padding=1, more=0),
+}
+
+
+@exact_workspaces
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", HALVES)
+def test_half_types_take_at_most_their_workspace_and_scratchpad(
+    name: str, dtype: torch.dtype, threads: int
+) -> None:
+    """Steps of compiled code were over their limits by 5 %. Where torch runs a convolution itself,
+    as float16 without instructions for it, the gradient of a bias is summed in float32."""
+    for passes in (True, False):
+        for operator, (function, args) in HALVES[name].calls("cpu", dtype, passes).items():
+            made = bytes_made(function(*args))
+            peak = lowtide.measure(lambda f=function, a=args: f(*a), device="cpu").peak_bytes
+            model = modelled(operator, made, args)
+            assert peak <= model + scratchpad(operator, args) + 512, (operator, passes)
+
+
 class RecurrentCalls(TorchDispatchMode):
     """Keeps the calls of recurrent layers."""
 
@@ -339,12 +368,12 @@ TILES: dict[str, tuple[Three, Three, Three]] = {
     "stride": ((1.27, 1.767, 2.517), (2.341, 1.768, 2.518), (1.401, 1.918, 2.668)),
     "patches": ((1.809, 4.216, 4.503), (4.016, 4.307, 4.594), (0.1904, 0.4932, 2.1533)),
     "groups in blocks": ((6.0, 3.977, 4.977), (6.0, 3.978, 4.978), (4.0, 3.018, 4.018)),
-    "pointwise": ((12.656, 7.362, 9.894), (12.656, 7.444, 9.975), (8.446, 7.896, 10.427)),
-    "transposed": ((1.055, 1.184, 1.606), (1.423, 1.223, 1.645), (1.701, 1.552, 1.974)),
+    "pointwise": ((12.656, 7.362, 9.894), (12.656, 7.444, 9.975), (8.719, 7.896, 10.427)),
+    "transposed": ((1.055, 1.184, 1.606), (1.423, 1.223, 1.645), (2.052, 1.552, 1.974)),
     "transposed, stride, 3D": (
         (1.898, 2.161, 2.319), (1.898, 2.159, 2.318), (1.898, 0.442, 0.6),
     ),
-    "last": ((1.12, 0.421, 1.171), (1.401, 0.706, 1.456), (1.026, 0.716, 1.466)),
+    "last": ((1.12, 0.421, 1.171), (1.401, 0.706, 1.456), (1.034, 0.724, 1.474)),
 }  # fmt: skip
 
 
@@ -356,6 +385,7 @@ def test_half_types_have_a_model_with_tiles_and_one_without(
     measured, tiled, wide = TILES[name]
     monkeypatch.setattr(_compat, "onednn_instructions", lambda: "AVX512")
     monkeypatch.setattr(_compat, "onednn_takes", lambda dtype: True)
+    monkeypatch.setattr(_compat, "onednn_multiplies", lambda dtype: True)
     found = {}
     for tiles in (True, False):
         monkeypatch.setattr(_compat, "onednn_tiles", lambda dtype, t=tiles: t)

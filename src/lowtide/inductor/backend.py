@@ -194,7 +194,8 @@ class CompileBudget:
             f"the compiled step does not fit in {format_bytes(limit)}: it would run out of memory. "
             f"Graph {self._graphs.index(graph)} takes at least "
             f"{format_bytes(choice.outcome.peak)} for its forward and backward, of which "
-            f"{format_bytes(choice.outcome.gradients)} are gradients.{others} The smallest limit "
+            f"{format_bytes(choice.outcome.gradients)} are gradients.{_required(graph, choice)}"
+            f"{others} The smallest limit "
             f"that would do{so_far} is {exact_bytes(least)}. "
             f"Use a smaller batch or a larger limit.{self._way_out()}",
             limit=limit,
@@ -220,9 +221,11 @@ class CompileBudget:
     # ------------------------------------------------------------------ from step to step
 
     def _settle(self) -> None:
-        """Choose for all graphs of the last step together, now that its calls are known."""
+        """Choose for all graphs of the last step together, now that its calls are known. One that
+        had left room for others may be alone, as if the backward is called in compiled code."""
         calls = self._ledger.last_step
-        if len(calls) < 2 or calls == self._settled:
+        waited = self.several_calls or any(graph.more_follows for graph in calls)
+        if not calls or calls == self._settled or (len(calls) < 2 and not waited):
             return
         self._settled = calls
         for graph, choice in self._together(calls).items():
@@ -246,6 +249,18 @@ class CompileBudget:
         if graph in self._settled:
             return self._together(self._settled)[graph]
         return self._choose(graph)
+
+
+def _required(graph: CompiledGraph, choice: Choice) -> str:
+    """What a refusal says of the values that a choice cannot leave to be recomputed."""
+    joint = graph.search.joint
+    nbytes = sum(joint.storages[s].nbytes for s in joint.required & choice.outcome.kept)
+    if 10 * nbytes < choice.outcome.peak:
+        return ""
+    return (
+        f" {format_bytes(nbytes)} must be saved, as the policy of a checkpoint inside it says "
+        "(MUST_SAVE), or torch does."
+    )
 
 
 def _again(limit: int | float, several_calls: bool, compiler: str) -> CompileBudget:

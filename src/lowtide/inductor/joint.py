@@ -5,9 +5,9 @@ choosing what to save needs bytes, times and dependencies. Invariant: a storage 
 however many nodes see it, and its bytes come from the traced shapes (for a symbolic size, its value
 while compiling; for one that is found in data, the largest). What must not run twice is not
 `again`: collectives, custom operators, writes, calls of whole graphs, what finds sizes in data, and
-what reads an input that the forward overwrites. Imports `_compat`, nodes, costs, workspace.
-Rejected: one value per node, as in torch's own knapsack, which counts a storage once for each of
-its views.
+what reads an input that the forward overwrites. Imports `_compat`, nodes, costs, scratchpad,
+workspace. Rejected: one value per node, as in torch's own knapsack, which counts a storage once for
+each of its views.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from lowtide.inductor.nodes import (
     writes,
 )
 from lowtide.kernels.costs import CostModel, DeviceModel
+from lowtide.kernels.scratchpad import scratchpad
 from lowtide.kernels.workspace import kernel_workspace
 from lowtide.tape.values import flatten
 
@@ -123,7 +124,8 @@ class Joint:
             -1: none is.
         passed_on: nodes that get a storage back from a call of graphs that it was given to. Only
             that call can make them, so they are saved with it.
-        bound: storages that have to be saved if the backward reads them.
+        required: storages that a checkpoint's policy inside, or torch itself, says must be saved.
+        bound: all that have to be saved if the backward reads them.
         results_last: whether the caller holds `returned` while this graph's backward runs.
         bandwidth: bytes per second that fused kernels move.
         on_cpu: whether all of it is on the CPU.
@@ -170,11 +172,9 @@ class Joint:
         self.parameter_gradients = self._made(
             [backward[place] for place in traced.static if place < len(backward)]
         )
-        self.bound = frozenset(
-            made for op in self.ops if not op.again and not op.late for made in op.makes
-        ) | frozenset(
-            s for n in traced.nodes if partitioner.must_be_saved(n) for s in self._seen.get(n, ())
-        )
+        self.required = self._made([n for n in traced.nodes if partitioner.must_be_saved(n)])
+        once = (op for op in self.ops if not op.again and not op.late)
+        self.bound = self.required.union(made for op in once for made in op.makes)
         self.bound |= {s for s in self.passed_on if self.storages[s].maker != OUTSIDE}
 
     def is_input(self, node: Any) -> bool:
@@ -358,6 +358,8 @@ class Joint:
                     args = [in_channels_last(arg) for arg in args]
                 tensors = [t for a in args for t in flatten(a) if isinstance(t, torch.Tensor)]
                 workspace = int(kernel_workspace(name, tensors, args, made))
+                if self.on_cpu and "convolution" in name:  # of which no step is measured
+                    workspace += scratchpad(name, args)
         late, state = node in self._late, _STATE if draws(node) and self.on_cpu else 0
         slow = inlined and node.target.overloadpacket.__name__ in _REUSED
         return Op(

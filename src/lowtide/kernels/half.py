@@ -15,25 +15,69 @@ import math
 import torch
 
 from lowtide import _compat
-from lowtide.kernels.blocks import CHANNEL_BLOCK, FLOAT, nbytes, padded, up
+from lowtide.kernels.blocks import CHANNEL_BLOCK, FLOAT, PAGE, nbytes, padded, up
 
 NARROW = 3
 """The widest kernel that has a depthwise form for tensors with their channels last."""
 _SCRATCH = 9 << 10  # bytes of each thread, and the least for a parameter's gradient
 _PARTIAL = 32  # bytes for each element of a depthwise parameter in float16
+_PAIR = 2  # what is summed over is stored in pairs
+_FEW_RESULTS, _MANY_RESULTS = 32, 64  # above the former, channels may be in blocks of the latter
+_STRIDED = 4  # kernels, each with a scratchpad, of a strided gradient of the input
+_MARGINS = 13 << 10  # bytes besides, and a padded image of what it reads
 
 
 def half_forward(source: torch.Tensor, weight: torch.Tensor, out: int, stride: int) -> int:
-    """A pointwise kernel, besides its result: copies, and each thread's sums over an image."""
-    blocked = padded(nbytes(source), source.shape[1]) + padded(out, weight.shape[0])
+    """A pointwise kernel, besides its result: copies, and each thread's sums over an image. The
+    result is made of one of these copies."""
+    made = padded(out, weight.shape[0])
+    blocked = padded(nbytes(source), source.shape[1]) + made
     more = _gathered(source, weight, out) if stride > 1 else 0
-    return max(0, blocked + more + _sums(source, out, weight.shape[0]) + 2 * nbytes(weight) - out)
+    sums = _sums(source, out, weight.shape[0])
+    return max(made, blocked + more + sums + 2 * nbytes(weight) - out)
 
 
-def half_channels_last(source: torch.Tensor, weight: torch.Tensor, given: int) -> int:
+def half_forward_last(source: torch.Tensor, weight: torch.Tensor, out: int) -> int:
+    """A forward whose tensors have their channels last and are read as they are, but for the
+    parameter. Without instructions for bfloat16, a pointwise kernel sums an image in float32."""
+    results, read = weight.shape[:2]
+    taken = _scratchpads() + _reordered(weight, results, read)
+    if _compat.onednn_multiplies(source.dtype):
+        return taken
+    if math.prod(weight.shape[2:]) == 1:
+        taken += _sums(source, out, results)
+        taken += FLOAT // source.element_size() * _gathered(source, weight, out)
+    return max(taken, _bytes_in_blocks(weight))
+
+
+def half_channels_last(
+    source: torch.Tensor, weight: torch.Tensor, given: int, stride: int, passes: bool
+) -> int:
     """A backward whose tensors have their channels last and are read as they are."""
-    into = padded(nbytes(source), source.shape[1]) if source.shape[1] >= CHANNEL_BLOCK else 0
-    return _transposes(source, weight, into, padded(given, weight.shape[0]))
+    results, read = weight.shape[:2]
+    first = 0
+    if passes:
+        first = _scratchpads() + _reordered(weight, read, results)
+        if stride > 1:
+            image = 13 * given // (10 * max(1, source.shape[0]))
+            first += (_STRIDED - 1) * _scratchpads() + torch.get_num_threads() * image + _MARGINS
+    whole = read >= CHANNEL_BLOCK or math.prod(weight.shape[2:]) == 1
+    into = padded(nbytes(source), read, CHANNEL_BLOCK if whole else _PAIR)
+    rows = _rows(source, into + padded(given, results))
+    parts = _in_blocks(weight) if whole else weight.numel() // results * up(results, CHANNEL_BLOCK)
+    return max(first, rows + _partial(parts) + _scratchpads())
+
+
+def _scratchpads() -> int:
+    """Of each thread, and of what they have in common."""
+    return PAGE + torch.get_num_threads() * (PAGE + 24)
+
+
+def _reordered(weight: torch.Tensor, made: int, read: int) -> int:
+    """A copy of a parameter with the channels that are made in blocks, as oneDNN chooses them; at
+    most so many."""
+    block = CHANNEL_BLOCK if made <= _FEW_RESULTS else _MANY_RESULTS
+    return up(made, block) * up(read, _PAIR) * math.prod(weight.shape[2:]) * weight.element_size()
 
 
 def half_by_channel(
@@ -117,10 +161,15 @@ def _of_parameter(source: torch.Tensor, weight: torch.Tensor, given: int) -> int
 
 def _transposes(source: torch.Tensor, weight: torch.Tensor, into: int, out: int) -> int:
     """On each thread a transposed image with padded rows, and a partial gradient."""
-    threads = torch.get_num_threads()
-    rows = (into + out) * 13 // (10 * max(1, source.shape[0]))
-    parts = _in_blocks(weight) if into else weight.numel()
-    return threads * rows + (threads + 1) * FLOAT * 3 // 4 * parts
+    return _rows(source, into + out) + _partial(_in_blocks(weight) if into else weight.numel())
+
+
+def _rows(source: torch.Tensor, nbytes: int) -> int:
+    return torch.get_num_threads() * (nbytes * 13 // (10 * max(1, source.shape[0])))
+
+
+def _partial(elements: int) -> int:
+    return (torch.get_num_threads() + 1) * FLOAT * 3 // 4 * elements
 
 
 def _gathered(source: torch.Tensor, weight: torch.Tensor, out: int) -> int:

@@ -18,7 +18,7 @@ def runs_last(source: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether torch runs it in channels-last format: the input or the parameter has it, as in a
     model in that format whose input is not. It copies the one that has not, and in one dimension
     every input that is not contiguous."""
-    return source.dim() > 3 and (_channels_last(source) or has_last(weight))
+    return source.dim() > 3 and (is_last(source) or has_last(weight))
 
 
 def has_last(weight: torch.Tensor) -> bool:
@@ -27,13 +27,14 @@ def has_last(weight: torch.Tensor) -> bool:
     return weight.dim() > 3 and strides == (1, weight.shape[1]) and math.prod(weight.shape[1:]) > 1
 
 
-def _channels_last(source: torch.Tensor) -> bool:
+def is_last(source: torch.Tensor) -> bool:
+    """Whether an input or a gradient has channels-last format."""
     return source.stride(1) == 1 and source.stride(-1) == source.shape[1] > 1
 
 
 def copied(tensor: torch.Tensor, last: bool) -> int:
     """The copy of a tensor whose layout the kernel does not read; it stays until the end."""
-    as_read = _channels_last(tensor) if last else tensor.is_contiguous()
+    as_read = is_last(tensor) if last else tensor.is_contiguous()
     return 0 if as_read or (tensor.is_contiguous() and tensor.shape[1] == 1) else nbytes(tensor)
 
 

@@ -4,8 +4,8 @@ Problem: most formulas for workspace say what grows with the tensors. Some kerne
 KiB besides, which is a lot in a small step: counted where it is not taken, it refuses limits that
 can be met. Invariant: the largest scratchpad that was measured, unless torch is known to run the
 convolution itself, or the formulas for workspace contain it, as most of those for float32 and
-contiguous tensors do. Imports `_compat` and unfolding. Rejected: leaving it out, which exceeds
-limits of small steps.
+contiguous tensors do. Imports `_compat`, layouts and unfolding. Rejected: leaving it out, which
+exceeds limits of small steps.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from lowtide import _compat
+from lowtide.kernels.layouts import has_last, is_last, runs_last
 from lowtide.kernels.unfolding import Options, options_of, unfolded
 
 LARGEST = 40 << 10  # bytes on each thread
@@ -48,10 +49,29 @@ def _on_each_thread(name: str, args: Sequence[Any]) -> int:
     options = options_of(args, backward)
     if unfolded(source, weight, "cpu", options):
         return 0
-    if source.dtype != torch.float32 or not (_is_plain(source) and _is_plain(weight)):
-        return LARGEST
     by_channel = weight.shape[1] == 1 and not options.transposed
-    return _ROUNDED if _is_contained(options, by_channel, backward) else LARGEST
+    if runs_last(source, weight):
+        contained = _is_contained_last(source, weight, options, backward)
+    else:
+        plain = source.dtype == torch.float32 and _is_plain(source) and _is_plain(weight)
+        contained = plain and _is_contained(options, by_channel, backward)
+    return _ROUNDED if contained else LARGEST
+
+
+def _is_contained_last(
+    source: torch.Tensor, weight: torch.Tensor, options: Options, backward: bool
+) -> bool:
+    """The same of tensors that have their channels last, all of them. It is known of images with
+    AVX-512, where it has instructions for their dtype."""
+    known = source.dtype == torch.float32 or (
+        source.dtype == torch.bfloat16
+        and _compat.onednn_multiplies(source.dtype)
+        and not _compat.onednn_tiles(source.dtype)
+    )
+    known = known and _compat.onednn_instructions() == "AVX512" and source.dim() == 4
+    plain = options.groups == max(options.dilation) == 1 and not options.transposed
+    formats = is_last(source) and (has_last(weight) or max(weight.shape[2:]) == 1)
+    return known and plain and formats and (not backward or torch.get_num_threads() == 1)
 
 
 def _is_contained(options: Options, by_channel: bool, backward: bool) -> bool:

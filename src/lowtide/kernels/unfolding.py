@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lowtide import _compat
-from lowtide.kernels.blocks import nbytes
+from lowtide.kernels.blocks import FLOAT, nbytes
 
 if TYPE_CHECKING:
     from lowtide.backward.operation import Like
@@ -135,6 +135,13 @@ def unfolded_workspace(
             columns = max(0, columns - parameter) if volume and back and passes else 0
         if volume:  # the 3D kernel handles groups itself
             columns, groups = columns * groups, 1
+    several = batch > 1 and (options.transposed or not dilated)  # images in one product
+    if several and back and biased and source.element_size() < FLOAT:
+        # The gradient of a bias is summed in float32, before that of the parameter is there.
+        summed = FLOAT * (out // source.element_size()) // groups
+        apart = 0 if groups > 1 else parameter
+        both = options.transposed and volume
+        columns = columns + summed if both else max(columns, summed - apart)
     if groups == 1:
         if options.transposed and volume and not back:
             # The result's memory is at least as large as the input; a bias is multiplied by ones.

@@ -23,6 +23,7 @@ from lowtide.kernels.half import (
     half_by_channel,
     half_channels_last,
     half_forward,
+    half_forward_last,
     half_transposed,
 )
 from lowtide.kernels.layouts import copied, has_last, ordered, runs_last
@@ -73,8 +74,11 @@ def _of_onednn(call: Convolved) -> int:
         return max(taken, _reordered(weight, source.shape[1], back)) if last else taken
     if half and back and options.groups == 1:
         if last:
-            return half_channels_last(source, weight, out)
+            return half_channels_last(source, weight, out, stride, passes)
         return half_backward(source, weight, out, stride, passes)
+    if half and last and options.groups == 1:
+        torchs = 0 if has_last(weight) or _pointwise(weight, 1) else nbytes(weight)
+        return torchs + half_forward_last(source, weight, out)
     if last:  # the input is read as it is; parameters are reordered
         taken = _reordered(weight, source.shape[1] // max(1, weight.shape[1]), back)
         if has_last(weight) and not _pointwise(weight, 1):
@@ -361,7 +365,8 @@ def _transposed(
     if stride == 1:
         blocked = padded(out, weight.shape[1])
         copies = padded(into, source.shape[1]) + padded(parameter, weight.shape[1])
-        return max(copies + (blocked if biased else 0), out) + blocked - out
+        apart = out if biased and source.element_size() == 2 else 0  # with the bias
+        return max(copies + (blocked if biased else 0) + apart, out) + blocked - out
     reached = into // source.shape[0]  # one image, with the margin that the kernel overlaps
     for size, width in zip(source.shape[2:], weight.shape[2:], strict=True):
         reached += reached * max(0, width - stride) // size
