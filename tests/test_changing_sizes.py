@@ -136,6 +136,15 @@ def test_a_first_operation_of_one_size_does_not_hide_the_others() -> None:
     assert train(model, limit, batches) == ["none", "planned", "planned", *["covered"] * 5]
 
 
+def test_steps_of_which_an_operation_makes_another_number_of_results() -> None:
+    layer, limit, x = nn.Linear(32, 32), lowtide.budget("10 MB"), torch.randn(64, 32)
+    for pieces in (2, 2, 2, 4, 4, 8):
+        with limit:
+            loss = torch.split_copy(layer(x).tanh(), 64 // pieces)[0].sum()
+        loss.backward()
+    assert limit.report().steps == 6
+
+
 def test_neither_of_two_inputs_is_larger() -> None:
     choose = random.Random(3)
     model = Pair()

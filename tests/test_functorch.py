@@ -6,6 +6,7 @@ for which torch has no saved-tensor hooks. docs/status.md lists the combinations
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -283,3 +284,18 @@ def test_a_step_does_not_make_a_functorch_stack(way: Way, monkeypatch: pytest.Mo
     model = net()
     for _ in range(3):
         way(model, inputs()).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
+def test_what_linearize_traces_with_has_no_memory() -> None:
+    """It folds constants, in tensors whose storages have no address to be noted."""
+
+    def step(limit: lowtide.Budget | None) -> list[Tensor]:
+        model, x = net(), inputs()
+        with limit or contextlib.nullcontext():
+            out, push = torch.func.linearize(model, x)
+            loss = out.square().sum() + push(torch.ones_like(x)).sum()
+        loss.backward()
+        return [loss, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    assert same(step(None), step(lowtide.budget("1 GB")))

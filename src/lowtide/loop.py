@@ -331,6 +331,7 @@ class Loop:
             self.settling.settle_with_room(decisions, observer, prepared)
         else:
             self.settling.settle(decisions, observer)
+        observer.has_begun()
 
     def _look_behind(self, observer: Observer | None) -> None:
         if observer is not None:

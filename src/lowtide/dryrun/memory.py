@@ -23,6 +23,7 @@ from lowtide.memory.counting import Counting
 from lowtide.memory.filled import Filled
 from lowtide.memory.marks import Arrived, Marks
 from lowtide.memory.timeline import Timeline
+from lowtide.tape.operators import facts_of
 
 
 class FakeMemory(Counting, Marks):
@@ -66,7 +67,7 @@ class FakeMemory(Counting, Marks):
         # Nothing is drawn for a fake tensor, and some of torch's functions refuse a generator.
         drawn = kwargs if kwargs.get("generator") is None else {**kwargs, "generator": None}
         try:
-            return self._shapes(func, args, drawn)
+            return _itself(func, args, kwargs, self._shapes(func, args, drawn))
         except fakes.depends_on_data():
             if self.ask is None:
                 raise
@@ -108,3 +109,13 @@ class FakeMemory(Counting, Marks):
     def stop(self, then: Arrived) -> None:
         self.mark()
         then(Timeline(self._levels[:-1], self._rises, self.level, tuple(self._noted)))
+
+
+def _itself(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """What a call returns: of one that writes to a tensor made outside, that tensor. Torch makes a
+    fake one of it for the call, whose memory would count as a result's."""
+    if not fakes.is_fake(result):
+        return result
+    written = args[0] if args and 0 in facts_of(func).writes else kwargs.get("out")
+    outside = isinstance(written, torch.Tensor) and not fakes.is_fake(written)
+    return written if outside else result

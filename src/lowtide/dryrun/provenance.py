@@ -10,6 +10,7 @@ which plans a step that will not run.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ class UnansweredError(Exception):
     """The answer does not depend on data alone, or takes too much memory."""
 
 
-def evaluate(value: Value, real: dict[Value, torch.Tensor]) -> torch.Tensor:
+def evaluate(value: Value, real: Mapping[Value, torch.Tensor]) -> torch.Tensor:
     """The content of a value, as a tensor over its whole storage.
 
     Args:
@@ -57,7 +58,7 @@ def evaluate(value: Value, real: dict[Value, torch.Tensor]) -> torch.Tensor:
         return known[value] if value in known else real[value]
 
 
-def _makers(value: Value, real: dict[Value, torch.Tensor]) -> list[Operation]:
+def _makers(value: Value, real: Mapping[Value, torch.Tensor]) -> list[Operation]:
     found: set[Operation] = set()
     stack = [value]
     nbytes = 0
@@ -101,7 +102,7 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _real_argument(
-    argument: Any, known: dict[Value, torch.Tensor], real: dict[Value, torch.Tensor]
+    argument: Any, known: dict[Value, torch.Tensor], real: Mapping[Value, torch.Tensor]
 ) -> Any:
     if isinstance(argument, Ref):
         if argument.value is None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from collections import ChainMap
 from typing import Any, ClassVar
 
 import torch
@@ -149,6 +150,8 @@ class FakeRecorder(Recorder):
     def __init__(self, tape: Tape) -> None:
         super().__init__(tape)
         self._real: dict[Value, torch.Tensor] = {}
+        # Of what was overwritten since, as long as anything may be made of it.
+        self._before = weakref.WeakKeyDictionary[Value, torch.Tensor]()
         self._showing: list[bool] = []  # for each number being formatted: whether it is known
         self._gradients = Filled()
 
@@ -256,7 +259,7 @@ class FakeRecorder(Recorder):
         ref = self._reference(fake)
         if ref is None or ref.value is None:
             raise UnansweredError("it asks for the content of a tensor that nobody recorded")
-        base = evaluate(ref.value, self._real)
+        base = evaluate(ref.value, ChainMap(self._real, self._before))
         with _compat.below_autograd(), _compat.no_overrides():
             return ref.of(base)
 
@@ -270,6 +273,20 @@ class FakeRecorder(Recorder):
 
     def _uncounted(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor  # nothing reads the counters of fake tensors
+
+    def _overwriting(self, entry: Entry, hidden: bool) -> None:
+        """An external that a replay may read is copied before it is written, as in a step."""
+        super()._overwriting(entry, hidden)
+        value = entry.value or (entry.weak() if entry.weak is not None else None)
+        held = None if value is None or hidden or value.op is not None else value.held
+        if value is None or held is None or not (value.read and value.intact()):
+            return
+        with _compat.under_modes(), torch.no_grad():
+            whole = held.new_empty(entry.nbytes // held.element_size())
+            value.held = whole.as_strided(held.shape, held.stride(), held.storage_offset())
+        value.version = _compat.version_of(value.held)
+        if value in self._real:
+            self._before[value] = self._real.pop(value)
 
     def _follow_live(self, unnoticed: Behind, entry: Entry, before: tuple[int, bool]) -> None:
         """As nothing is watched here, what can be replayed is still held. In a step its memory was

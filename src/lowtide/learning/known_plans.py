@@ -103,7 +103,7 @@ class KnownPlans:
             and known.seen.place == place
             and known.seen.current()
             and all(
-                planned[0] == ran[0] and planned[2] == ran[2]
+                planned[0] == ran[0] and planned[2] == ran[2] and len(planned[1]) == len(ran[1])
                 for planned, ran in zip(known.signatures, seen, strict=True)
             )
         ]

@@ -162,7 +162,10 @@ class MemoryEvents:
     def note(self, storage: torch.UntypedStorage) -> int:
         """Note a storage that was there at the last mark; returns its place in `known`."""
         # A fake tensor's storage is a meta one, and torch warns about its address.
-        address = 0 if storage.device.type == "meta" else storage.data_ptr()
+        try:
+            address = 0 if storage.device.type == "meta" else storage.data_ptr()
+        except RuntimeError:  # a storage without memory, as `torch.func.linearize` traces with
+            address = 0
         self._noted.append((len(self._addresses) - 1, address))
         return len(self._noted) - 1
 

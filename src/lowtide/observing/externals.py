@@ -44,6 +44,8 @@ class External:
     """Whether autograd has handles on it: the release is not known."""
     measured: bool = True
     """Whether it was watched, so that what was measured contains it."""
+    cut: bool = False
+    """Whether it went when backward had just begun, as nothing was to be replayed from it."""
 
 
 @dataclass(slots=True)
@@ -55,6 +57,7 @@ class _Watched:
     place: int  # in `Timeline.known`
     copied: bool = False  # what the record has is a copy from before a write
     ours: bool = False  # the forward has made it, in a call that is not recorded
+    cut: bool = False  # see `External`
     readers: list[int] = field(default_factory=list)
     ended: int | None = None  # operations of the forward by then
     last: int | None = None
@@ -175,6 +178,11 @@ class Externals:
                 found.add(watched.key)
         return found
 
+    def has_begun(self) -> None:
+        """What no plan needs was dropped when backward began."""
+        for watched in (*self._left, *self._known.values()):
+            watched.cut = watched.ended is None and watched.last is not None
+
     def _await_release(self, watched: _Watched, handles: list[Handle]) -> None:
         if not handles:
             return
@@ -209,6 +217,7 @@ class Externals:
                 max(self._events - 1, 0) if watched.release is None else watched.release,
                 watched.place,
                 watched.release is None,
+                cut=watched.cut,
             )
             for watched in (*self._left, *self._known.values())
             if watched.nbytes

@@ -76,6 +76,7 @@ class Observer(CutOff):
         self._anew: set[tuple[int, int]] = set()  # (value, node), see `_made_anew`
         self.over: int | None = None  # mark after what was dropped when the forward was over
         self.fell: tuple[int, int] | None = None  # as `OpLog.fell`, after the last operation
+        self.began: int | None = None  # mark after what was dropped when backward began
         self._replay_from: int | None = None  # mark where a replay inside the forward began
         self._replays: list[tuple[int, int]] = []  # those since the last operation
         self._end = 0
@@ -360,6 +361,11 @@ class Observer(CutOff):
         only_recorded = self.externals.are_ours(made)
         self.elsewhere = sum(n for key, n in made.items() if key not in only_recorded)
         self.reached = set(self.held) - self.pinned
+
+    def has_begun(self) -> None:
+        """What no plan needs any more was dropped, before backward has asked for anything."""
+        self.began = self.memory.mark() if self.memory is not None else None
+        self.externals.has_begun()
 
     def begins_again(self) -> None:
         """Another backward of the step begins."""

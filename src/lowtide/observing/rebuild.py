@@ -65,7 +65,8 @@ def rebuild(seen: Observer) -> Graph:
     externals = found_externals(seen)
     if seen.requests and seen.timeline:
         events = measured_events(seen, sizes, externals)
-        return with_externals(Graph(values, ops, events, _turn(seen, sizes, stays)), externals)
+        turn = _turn(seen, sizes, stays, sum(each.nbytes for each in externals if each.cut))
+        return with_externals(Graph(values, ops, events, turn), externals)
     if seen.timeline:
         return Graph(values, ops, (), _turn(seen, sizes, stays))
     asked = [(request.value, request.operation) for request in seen.requests] or None
@@ -276,12 +277,12 @@ def released_last(graph: Graph, numbers: Iterable[int]) -> Graph:
     return replace(graph, events=(*events, last))
 
 
-def _turn(seen: Observer, sizes: list[int], stays: list[int]) -> int:
+def _turn(seen: Observer, sizes: list[int], stays: list[int], cut_off: int = 0) -> int:
     """The most other memory between the end of the forward and backward's first request.
 
     0 if memory does not rise above that at both ends, which are counted by themselves. What was
     dropped when the forward was over is no longer there at the first, nor is what its functions had
-    until they returned.
+    until they returned. `cut_off`: bytes of externals that were cut off when backward began.
     """
     if seen.timeline is None:
         return 0
@@ -292,15 +293,29 @@ def _turn(seen: Observer, sizes: list[int], stays: list[int]) -> int:
     begin = max(last, seen.over or 0)
     levels = _without(seen.fell, seen.timeline.levels)
     rises = _without(seen.fell, seen.timeline.rises)
-    peak = max([*rises[begin:entry], *levels[begin + 1 : entry]], default=0)
+    lent = until_backward(seen)
+    held = sum(sizes[number] for number in seen.reached - lent)
+    began = entry if seen.began is None else min(entry, seen.began)
+    peak = max([*rises[begin:began], *levels[begin + 1 : began]], default=0)
+    if began < entry:
+        # Nodes of which nothing was recorded run first. A step that follows a plan drops nothing
+        # before it is asked for something, so what this one has dropped is there as well.
+        dropped = sum(sizes[number] for number in seen.reached - lent - _outlasting(seen))
+        peak = max(peak, max(rises[began:entry]) + dropped + cut_off)
     peak = max(peak, _unseen(seen.timeline, last, begin, begin))
     gone = seen.timeline.levels[last] - _gone_since(seen, sizes, stays, count)
-    lent = until_backward(seen)
     by_entry = sum(sizes[number] for number in lent)  # under a plan that does not hold them
     ends = [min(levels[begin], gone), *(level - by_entry for level in levels[entry : entry + 1])]
     if peak <= max([*ends, 0]) + (_SCALARS if seen.requests else 0):
         return 0
-    return max(0, peak - sum(sizes[number] for number in seen.reached - lent))
+    return max(0, peak - held)
+
+
+def _outlasting(seen: Observer) -> set[int]:
+    """Values that were held from the forward until backward's first request."""
+    lives = [(number, *life) for number, life in seen.held.items()]
+    lives += [(number, start, end) for number, start, end, _ in seen.earlier_lives]
+    return {number for number, start, end in lives if start < 0 <= end}
 
 
 def _gone_since(seen: Observer, sizes: list[int], stays: list[int], count: int) -> int:
