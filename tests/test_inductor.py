@@ -672,18 +672,6 @@ def test_shapes_that_change() -> None:
         assert same(step(plain, usual, X[:rows]), step(model, compiled, X[:rows]))
 
 
-def test_a_size_that_was_not_planned_for_is_said() -> None:
-    """Dynamo makes sizes symbolic at the second one, so a third size runs the second's code."""
-    model, backend = Net(blocks=2), lowtide.CompileBudget(0.85, compiler="aot_eager")
-    compiled = torch.compile(model, backend=backend)
-    for rows in (512, 1024, 768):
-        step(model, compiled, X[:rows])
-    with pytest.warns(lowtide.CompiledWarning, match="planned for inputs and .* dynamic=False"):
-        step(model, compiled, X)
-    step(model, compiled, X)  # warned of once
-    assert len(backend.report().graphs) == 2
-
-
 class Writes(nn.Module):
     """Reads a buffer, an input and views of them, and overwrites both afterwards."""
 

@@ -365,6 +365,14 @@ def tracing_context() -> Any:
     return TracingContext.try_get()
 
 
+def function_being_compiled() -> int | None:
+    """The number of the code object that Dynamo compiles; the same when it does so again."""
+    from torch._guards import CompileContext
+
+    compiling = CompileContext.current_compile_id()
+    return None if compiling is None else compiling.frame_id
+
+
 @contextlib.contextmanager
 def tracing_again(context: Any) -> Iterator[None]:
     """Act as if Dynamo were compiling that graph now, and no other part of what DDP has split.

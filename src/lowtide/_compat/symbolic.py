@@ -2,14 +2,16 @@
 
 Problem: what a graph takes is counted in bytes, and compiled code has symbols where shapes vary or
 are found in data. Invariant: asking adds no guard; a symbol that is found in data counts as the
-largest that it can be. What is known of symbols has no public names as of torch 2.13. Imports fakes
-and torch. Rejected: sizes of the example alone, which know nothing of what data decides.
+largest that it can be, and one that inputs have as its value at compilation, or as `expect` was
+told. What is known of symbols has no public names as of torch 2.13. Imports fakes and torch.
+Rejected: sizes of the example alone, which know nothing of what data decides.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,10 +22,27 @@ from lowtide._compat.fakes import fake_mode
 _FAR = 1 << 62  # no size
 _UNKNOWN = 4096  # what a size is taken for if nothing is known of it
 
+# By what Dynamo knows of a graph's shapes: what its symbols count as.
+_expected: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def varies(size: Any) -> bool:
+    """Whether a size of an input may be another one in another call."""
+    return not isinstance(size, int) and bool(size.node.expr.is_Symbol)
+
+
+def expect(size: Any, value: int) -> None:
+    """Count a symbol that inputs have as this size. Torch goes on with its value at compilation."""
+    if not varies(size):
+        return
+    from sympy import Integer  # type: ignore[import-untyped]
+
+    _expected.setdefault(size.node.shape_env, {})[size.node.expr] = Integer(value)
+
 
 def size_hint(size: Any) -> int:
-    """A size as an integer, without a guard: for a symbol, its value at compilation or, if it is
-    found in data, the largest that it can have."""
+    """A size as an integer, without a guard: for a symbol, its value at compilation, the one that
+    is expected or, if it is found in data, the largest that it can have."""
     if isinstance(size, int):
         return size
     return expression_hint(size.node.expr, size.node.shape_env)
@@ -42,9 +61,9 @@ def is_bounded(size: Any) -> bool:
 
 
 def _most(size: Any, shapes: Any) -> int | None:
-    """Symbols that stand for what inputs have count with their values at compilation, even if they
-    may be larger."""
-    known = shapes.backed_var_to_val
+    """Symbols that stand for what inputs have count with their values at compilation, or those that
+    are expected, even if they may be larger."""
+    known = {**shapes.backed_var_to_val, **_expected.get(shapes, {})}
     values = {symbol: known[symbol] for symbol in size.free_symbols if symbol in known}
     most = shapes.bound_sympy(size.xreplace(values)).upper
     return max(0, int(most)) if most.is_Integer and most < _FAR else None

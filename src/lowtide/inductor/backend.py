@@ -24,6 +24,7 @@ from lowtide.inductor.ledger import Ledger, peak_of
 from lowtide.inductor.report import CompileReport
 from lowtide.inductor.search import Choice
 from lowtide.inductor.sharing import between_rungs, share
+from lowtide.inductor.sizes import Sizes
 from lowtide.limits import exact_bytes, format_bytes, parse_limit
 
 _COMPILERS = ("inductor", "aot_eager")
@@ -89,6 +90,7 @@ class CompileBudget:
         self._graphs: list[CompiledGraph] = []
         self._ledger = Ledger()
         self._settled: list[CompiledGraph] = []
+        self._sizes: dict[int | None, set[Sizes]] = {}  # that were planned for, of each function
 
     def __call__(
         self, graph: Any, examples: Any, *, mode: str | None = None, options: Any = None

@@ -23,6 +23,7 @@ from lowtide.inductor.joint import Joint
 from lowtide.inductor.nodes import draws, has_unknown_sizes
 from lowtide.inductor.report import GraphReport
 from lowtide.inductor.search import Choice, Search
+from lowtide.inductor.sizes import Sizes, expect, largest, nbytes_of, sizes_of
 
 if TYPE_CHECKING:
     from lowtide.inductor.backend import CompileBudget
@@ -36,6 +37,7 @@ _UNKNOWN_SIZES = (
     "be: the limit is not kept for them. Leave that code out of what is compiled, or give a bound: "
     "torch._check(size <= bound)."
 )
+_SIZES = 16  # a graph is planned at most this often for larger inputs than before
 _GAIN = 0.01  # a graph is not compiled again to gain less than this share of its time or peak
 
 
@@ -65,9 +67,14 @@ class CompiledGraph:
         self.known: dict[frozenset[str], tuple[int, int]] = {}
         """The peaks of the forward and backward of each compiled choice, by what it saves (names).
         """
+        self.function = partitioner.function_being_compiled()
         self.dynamic = False
-        self.planned_for: int | None = None
-        """With symbolic sizes: bytes of the inputs that were planned for, or last warned about."""
+        self.sizes: Sizes = ()
+        self.planned_for = 0
+        """Bytes of inputs and parameters of these sizes, or of those that were last warned about.
+        """
+        self.times = 0  # that it was planned again for larger ones
+        self.too_large: tuple[int, BudgetError] | None = None
         self.margin = _READ if budget.compiler == "inductor" else 0.0
         self.unread = False
         """Whether the generated code cannot be read, so that predictions have the last word."""
@@ -80,16 +87,15 @@ class CompiledGraph:
             budget._settle()
         if self.refused is not None:
             raise self.refused.again()
+        if self.dynamic and self.choice is not None:
+            self._plan_for(args)
         if self.choice is not None and not self._fits():
             self.change_to(budget._choose(self))
         if self.code is None:
-            with partitioner.tracing_again(self.context):
-                self.compile(self.traced_with)
+            self._compile_again()
             if self.refused is not None:
                 raise self.refused.again()
         assert self.code is not None
-        if self.dynamic:
-            self._warn_of_larger(args)
         results = self.code(*args)
         if self.choice is not None:
             budget._ledger.enter(self, self.choice.outcome, results)
@@ -102,20 +108,50 @@ class CompiledGraph:
         self.codes = {self.search.names(self.choice): self.code} if self.choice else {}
         return self.code(*args)
 
-    def _warn_of_larger(self, args: tuple[Any, ...]) -> None:
-        """Warn if inputs are larger than those planned for: the limit is not kept for them."""
+    def _plan_for(self, args: tuple[Any, ...]) -> None:
+        """If inputs are larger than those planned for, plan and compile for them, or refuse."""
         nbytes = sum(a.nbytes for a in args if isinstance(a, torch.Tensor))
-        if self.planned_for is None:
-            self.planned_for = nbytes
-        elif nbytes > self.planned_for:
-            known, self.planned_for = self.planned_for, nbytes  # warn once per larger size
-            warnings.warn(
-                f"compiled code of symbolic sizes, planned for inputs and parameters of {known} "
-                f"bytes, is called with {nbytes}: what it takes grows with them, and the limit is "
-                "not kept for it. Give torch.compile dynamic=False, and each size is planned for.",
-                CompiledWarning,
-                stacklevel=2,
-            )
+        if nbytes <= self.planned_for:
+            return
+        if self.too_large is not None and nbytes >= self.too_large[0]:
+            raise self.too_large[1].again()
+        if self.times == _SIZES:
+            self._warn_of_larger(nbytes)
+            return
+        before = dict(vars(self))
+        self.times += 1
+        self.choice = self.wanted = self.code = None
+        self.codes, self.known = {}, {}
+        self._expect(sizes_of(args))
+        self.budget._settled = []
+        self._compile_again()
+        if self.refused is not None:  # what fits may still be called
+            error = self.refused
+            vars(self).update(before)
+            self.too_large = nbytes, error
+            self._expect(self.sizes)
+            raise error.again()
+
+    def _expect(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.planned_for = nbytes_of(self.traced_with, sizes)
+        expect(self.traced_with, sizes)
+
+    def _compile_again(self) -> None:
+        with partitioner.tracing_again(self.context):
+            self.compile(self.traced_with)
+
+    def _warn_of_larger(self, nbytes: int) -> None:
+        known, self.planned_for = self.planned_for, nbytes  # warn once per larger size
+        warnings.warn(
+            f"compiled code of symbolic sizes, planned for inputs and parameters of {known} bytes, "
+            f"is called with {nbytes}: what it takes grows with them, and the limit is not kept "
+            f"for it. It has been compiled for {_SIZES} larger calls before. Call it with the "
+            "largest inputs first, or give torch.compile dynamic=False, and each size is planned "
+            "for.",
+            CompiledWarning,
+            stacklevel=3,
+        )
 
     def _fits(self) -> bool:
         assert self.choice is not None
@@ -134,6 +170,10 @@ class CompiledGraph:
         """Generate the code, again if its memory is not what the choice was made for."""
         self.traced_with = self.traced_with or partitioner.traced_inputs(self.traced, examples)
         self.dynamic |= any(isinstance(example, torch.SymInt) for example in examples)
+        if not self.sizes:
+            known = self.budget._sizes.setdefault(self.function, set())
+            self._expect(largest(known if self.dynamic else (), self.traced_with))
+            known.add(self.sizes)
         try:
             self._compile_and_correct(examples)
         except BudgetError as error:
