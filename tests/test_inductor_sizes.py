@@ -147,3 +147,33 @@ def test_sizes_that_never_stop_growing_are_reported_in_the_end(
     with pytest.warns(CompiledWarning, match="compiled for 2 larger calls .* dynamic=False"):
         call(X[:700]).backward()
     call(X[:700]).backward()  # warned of once
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.inside(x.unflatten(0, (4, -1))).chunk(3, -1)
+        heads = [part.unflatten(-1, (2, 8)).transpose(1, 2) for part in (query, key, value)]
+        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).flatten(-2)).tanh().flatten(0, 1)
+
+
+def of_attention() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Attention(), Attention(), Attention())
+
+
+def test_attention_over_any_number_of_words() -> None:
+    """What its kernels take is asked of tensors with the sizes that are counted."""
+    model, plain = of_attention(), of_attention()
+    usual = torch.compile(lambda x: plain(x).square().mean(), backend="aot_eager", dynamic=True)
+    limit = int(0.9 * peak(plain, usual, 512))
+    backend = lowtide.CompileBudget(limit, compiler="aot_eager")
+    call = torch.compile(lambda x: model(x).square().mean(), backend=backend, dynamic=True)
+    for rows in (256, 512, 128):
+        assert same(gradients(plain, usual, X[:rows]), gradients(model, call, X[:rows]))
+        assert inside(model, call, backend, rows)
+    assert backend.report().graphs[0].recomputed > 0

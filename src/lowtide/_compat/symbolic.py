@@ -3,21 +3,18 @@
 Problem: what a graph takes is counted in bytes, and compiled code has symbols where shapes vary or
 are found in data. Invariant: asking adds no guard; a symbol that is found in data counts as the
 largest that it can be, and one that inputs have as its value at compilation, or as `expect` was
-told. What is known of symbols has no public names as of torch 2.13. Imports fakes and torch.
+told. What is known of symbols has no public names as of torch 2.13. Imports torch.
 Rejected: sizes of the example alone, which know nothing of what data decides.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-
-from lowtide._compat.fakes import fake_mode
 
 _FAR = 1 << 62  # no size
 _UNKNOWN = 4096  # what a size is taken for if nothing is known of it
@@ -69,15 +66,13 @@ def _most(size: Any, shapes: Any) -> int | None:
     return max(0, int(most)) if most.is_Integer and most < _FAR else None
 
 
-_fake_mode_of_hints = functools.cache(lambda: fake_mode())
-
-
-def with_hinted_sizes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory, with the sizes of `tensor` at compilation if they are symbolic."""
+def with_hinted_sizes(tensor: Any) -> torch.Tensor:
+    """A traced tensor, with its sizes at compilation if they are symbolic. It is of the same mode:
+    operators refuse tensors of two."""
     if all(isinstance(size, int) for size in (*tensor.shape, *tensor.stride())):
-        return tensor
+        return tensor  # type: ignore[no-any-return]
     sizes, strides = map(size_hint, tensor.shape), map(size_hint, tensor.stride())
-    with _fake_mode_of_hints():
+    with tensor.fake_mode:
         return torch.empty_strided(
             tuple(sizes), tuple(strides), dtype=tensor.dtype, device=tensor.device
         )
