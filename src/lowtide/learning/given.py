@@ -60,8 +60,14 @@ class Given:
             return None  # it was followed to its end, and a metric or a log came after the loss
         if index < len(seen) and covers(planned[index], seen[index]):
             return None  # a smaller batch than the plan's, for which torch has another kernel
+        refused, nbytes = decisions.refused_for
         if index < len(seen):
             where = _compared(index, seen[index], planned[index])
+        elif refused:
+            _, sizes, reads, wanted = planned[index]
+            if nbytes == sum(sizes) and refused == planned[index][0]:
+                return None  # the program has memory that the plan takes for freed
+            where = _compared(index, (refused, (nbytes,), reads, wanted), planned[index])
         else:
             where = (
                 f"its forward ends after {len(seen)} operations, and the plan's has {len(planned)}"

@@ -67,6 +67,7 @@ class StepInRoom(Decisions):
         self.ended = False  # a backward has run to its end
         self.covered = False  # the plan is that of a larger step
         self.parted: tuple[Prepared, int] | None = None  # the plan it left first, and where
+        self.refused_for = "", 0  # the planned step's operation that has no room, and its bytes
         self.calls: list[tuple[int, str]] = []  # not recorded: before which operation, and whose
         self._crowded = False  # the plan had no room for what came next
         self._gathers: list[tuple[list[int], int, int]] = []  # what `gathered` was told
@@ -213,6 +214,8 @@ class StepInRoom(Decisions):
             return
         room = self._crowd()
         if not room.shrink(limit - need):
+            self.refused_for = facts.name, made_by(func, args, kwargs)
+            self.parted = self.parted or (prepared, index)
             room.lacks(facts.name, need)
 
     def _crowd(self) -> Room:
