@@ -520,6 +520,7 @@ def test_threads_take_and_release_each_others(allocator: lowtide.CPUAllocator) -
     assert allocator.max_memory_reserved() <= allocator.max_memory_allocated()
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_forked_process_has_its_own(allocator: lowtide.CPUAllocator) -> None:
     x = block(4 * SMALL)
     child = os.fork()
