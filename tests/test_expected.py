@@ -87,6 +87,16 @@ def test_a_late_request_moves_them_back() -> None:
     assert choices == [0, 0, 0, 1, 3]
 
 
+def test_two_nodes_may_ask_for_one_value_in_another_order() -> None:
+    choices = [0, 1, 2, 3, 4]
+    order = [(5, (6, 6)), (5, (7, 8)), (6, (6, 6)), (7, (4, 4)), (8, (3, 3))]
+    backward = expected(order, choices)
+    for index, (value, node) in enumerate([(5, 8), (6, 6), (5, 6), (7, 4)]):
+        backward.asked(index, value, node)
+    assert not [*backward.outlived()]
+    assert choices == [0, 1, 2, 3, 4]
+
+
 @pytest.mark.parametrize(
     ("order", "node"),
     [

@@ -37,7 +37,7 @@ class Expected:
         values: Callable[[], Iterator[Value]],
         *choices: list[int],
     ) -> None:
-        self._order, self._ends, self._values = order, ends, values
+        self._order, self._ends, self._values = list(order), ends, values
         self._next = 0
         self._choices = choices
         self._skipped: Counter[int] = Counter()
@@ -46,28 +46,28 @@ class Expected:
     def asked(self, index: int, value: int, node: int | None) -> None:
         """Request number `index` of this backward is for this value, and comes from this node."""
         at, order = self._next, self._order
-        if at < len(order) and order[at][0] == value:
-            self._next = at + 1
-        elif self._skipped[value]:  # it is made after all
-            self._skipped[value] -= 1
-            self._move(index, 1)
-        elif (found := self._after(value, node)) is None:
-            self._next = at + 1
-        else:
+        self._next = at + 1
+        found = self._place_of(value, node)
+        if found == at:
+            return
+        if found is None:
+            if self._skipped[value]:  # it is made after all
+                self._skipped[value] -= 1
+                self._next = at
+                self._move(index, 1)
+        elif order[at][0] == value:  # the requests of two nodes for one value, in another order
+            order[at], order[found] = order[found], order[at]
+        elif node is not None and all(first > node for _, (first, _) in order[at:found]):
             self._skipped.update(value for value, _ in order[at:found])
             self._next = found + 1
             self._move(index, at - found)
 
-    def _after(self, value: int, node: int | None) -> int | None:
-        """Where this value is expected next, if all that is expected before is of newer nodes."""
-        if node is None:
-            return None
-        for place in range(self._next, len(self._order)):
+    def _place_of(self, value: int, node: int | None) -> int | None:
+        """Where this request is expected, from the next one on."""
+        for place in range(self._next - 1, len(self._order)):
             wanted, (first, last) = self._order[place]
-            if wanted == value:
+            if wanted == value and (node is None or first > last or first <= node <= last):
                 return place
-            if first > last or first <= node:
-                return None
         return None
 
     def _move(self, index: int, by: int) -> None:
