@@ -134,8 +134,8 @@ class Modelled(NamedTuple):
     """What it requests, and the memory that is not the tape's at each request."""
     before: int
     """The most of that memory before the first request."""
-    reached: list[int]
-    """For each request, the lowest operation whose backward is over by its releases."""
+    order: list[Asked]
+    """The requests."""
 
 
 def modelled_events(
@@ -165,7 +165,7 @@ def modelled_events(
     events = _events(order, ops, memory, _freed(order, released), _not_asked(seen, order, released))
     first = order[0].high + 1 if order else 0  # the backward of this and later ones comes before
     most = max([0, *(event.other for event in events[:1]), *memory.takes[first:]])
-    return Modelled(events, most, [asked.low for asked in order])
+    return Modelled(events, most, order)
 
 
 class _Memory(NamedTuple):

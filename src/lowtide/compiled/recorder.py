@@ -95,6 +95,7 @@ def recorder_class(core: Any) -> type[Recorder]:
             if _compat.is_wrapper(type(tensor)):
                 self.tape.decisions.kept_whole()
                 self.wrapper_met()
+                self.keep_parts(tensor)
             return Recorder.pack(self, tensor)
 
         def writes_were_seen(self) -> None:

@@ -98,12 +98,13 @@ class Planning:
 
     def learn(self, observer: Observer, decisions: StepDecisions) -> None:
         """Plan the next step from one that was watched."""
-        if decisions.partial or decisions.estimated:
-            return  # the next step will be recorded and watched, and keep nothing whole
         timeline, followed = observer.timeline, decisions.followed
         if timeline is not None:
             peak = timeline.peak + observer.before
             self._reported.measured(peak, signatures_of(observer.ops))
+        if decisions.partial or decisions.estimated:
+            return  # the next step will be recorded and watched, and keep nothing whole
+        if timeline is not None:
             self._effort.measured(followed)
         elif followed is not None:
             return

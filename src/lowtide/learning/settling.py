@@ -25,6 +25,7 @@ from lowtide.observing.graphs import graph_before, graph_of, whole_graph, with_e
 from lowtide.observing.observer import Observer
 from lowtide.planner import Graph, minimum, plain_peak
 from lowtide.planner.resume import forward_over, from_held, settled_in, with_margin
+from lowtide.planner.simulate import Simulator
 from lowtide.refusal import too_small
 from lowtide.running.decide import StepDecisions
 from lowtide.running.prepared import Prepared
@@ -52,6 +53,7 @@ class Settling:
         prepared, core = decisions.prepared, engine.core()
         observer.spans = None if core is None else core.reached()
         graph = graph_before(observer, decisions.first) if prepared is None else prepared.graph
+        to_come = observer.to_come if prepared is None else []
         held = observer.held_from_forward()
         if not graph.events:
             return
@@ -94,6 +96,8 @@ class Settling:
             self._refuse_backward(decisions, observer, graph, held, found.retain)
         self._allowance.shortage.needs(found.result.peak + before)
         decisions.settle(found.retain[: graph.recorded], found.result.peak)
+        if to_come:
+            decisions.expects(to_come, lambda: Simulator(graph).lifetimes(found.retain))
 
     def settle_with_room(
         self, decisions: StepDecisions, observer: Observer, prepared: Prepared

@@ -67,6 +67,7 @@ class Observer(CutOff):
         self.estimated = range(0)  # operations that nobody watched
         self.sparing = False  # guesses (custom Functions, FSDP2, a loss outside) are the least
         self.spans: list[Numbers] | None = None  # of the nodes that the running backward reaches
+        self.to_come: list[tuple[int, Numbers]] = []  # requests as last modelled, see `Expected`
         self.retains = False  # backward releases nothing that was saved: it may run again
         self.behind = 0  # bytes that backward may take in the graphs of earlier steps
         self.withheld = 0  # bytes that those of this context would hold more under a larger limit

@@ -20,6 +20,7 @@ from lowtide.backward.operation import Call
 from lowtide.observing.externals import External, externals_of, with_externals
 from lowtide.observing.logs import OpLog
 from lowtide.observing.measured import measured_events
+from lowtide.observing.reached import UNKNOWN
 from lowtide.observing.requests import following
 from lowtide.planner.graph import Graph, OpNode, ValueNode
 
@@ -72,9 +73,9 @@ def rebuild(seen: Observer) -> Graph:
     asked = [(request.value, request.operation) for request in seen.requests] or None
     backward = modelled_events(seen, sizes, asked)
     if asked is None:
-        externals = [
-            _released(each, backward.reached) if each.pending else each for each in externals
-        ]
+        seen.to_come = [(a.value, UNKNOWN if a.custom else a.nodes) for a in backward.order]
+        reached = [asked.low for asked in backward.order]
+        externals = [_released(each, reached) if each.pending else each for each in externals]
     events = backward.events
     if asked is not None:
         pairs = zip(events, following(seen.requests, seen.backwards), strict=True)
@@ -84,7 +85,8 @@ def rebuild(seen: Observer) -> Graph:
 
 def _released(external: External, reached: list[int]) -> External:
     """An external that autograd releases once the backward of the first operation that has read it
-    is over. `reached`: see `Modelled`."""
+    is over. `reached`: for each request, the lowest operation whose backward is over by its
+    releases."""
     first, last = external.readers[0], len(reached) - 1
     return replace(external, release=next((i for i, op in enumerate(reached) if op <= first), last))
 

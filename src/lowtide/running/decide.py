@@ -3,8 +3,8 @@
 Problem: an unknown step must be watched, kept inside the limit and learned from, a known one must
 cost nothing, and a backward may run after its context, inside it, in part, or twice. Invariant: a
 decision is never needed for correctness, only for memory and time (rule 13). Imports forward,
-prepared. Rejected: one class for steps with a plan and one for those without, as a step may change
-from the one to the other at any operation.
+prepared, expected. Rejected: one class for steps with a plan and one for those without, as a step
+may change from the one to the other at any operation.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from lowtide import _compat
 from lowtide.errors import BudgetError, LowtideError
 from lowtide.memory import leftover
 from lowtide.observing.observer import Observer
+from lowtide.observing.reached import Numbers
+from lowtide.running.expected import Expected
 from lowtide.running.forward import ForwardDecisions
 from lowtide.running.prepared import Prepared
 from lowtide.tape.values import Handle, Operation, Value, WeakList
@@ -37,6 +39,7 @@ class StepDecisions(ForwardDecisions):
     failed = False  # a backward inside the context has raised an error, which ended the step
     early = False  # an error has ended its forward
     emptied = 0, 0  # parameters taken out of memory since its forward read them, and their bytes
+    _expected: Expected | None = None  # while its backward goes by a model
     _began_on = 0  # the thread of backward's first request
     _differentiable = False  # a backward of it, outside of the context, has `create_graph=True`
 
@@ -156,6 +159,8 @@ class StepDecisions(ForwardDecisions):
                 if self.observer is None:
                     handle.tape.events = self._event
             self._event[0] += 1
+            if self._expected is not None:
+                self._as_expected(self._expected, value)
             if self.observer is not None:
                 self.observer.request(value, handle.sequence)
 
@@ -196,6 +201,7 @@ class StepDecisions(ForwardDecisions):
     def backward_ended(self) -> None:
         self._not_in_backward()
         self.ended = True
+        self._expected = None
         if self.observer is not None:
             self.observer.mark_end()
         recorder = self.recorder
@@ -283,6 +289,7 @@ class StepDecisions(ForwardDecisions):
         self._settled = [max(choice, 0) for choice in chosen]
         assert self.observer is not None
         self.observer.ran = list(chosen)
+        self._expected = None
         for value in self.observer.alive():
             if value.held is None or value.op is None:
                 continue
@@ -291,6 +298,21 @@ class StepDecisions(ForwardDecisions):
             else:
                 value.held = None
                 self.observer.dropped_before_backward(value.number)
+
+    def expects(
+        self, order: Sequence[tuple[int, Numbers]], ends: Callable[[], Sequence[int]]
+    ) -> None:
+        """This backward was modelled, see `Expected`."""
+        observer, settled = self.observer, self._settled
+        if observer is not None and observer.ran is not None and settled is not None:
+            self._expected = Expected(order, ends, observer.alive, settled, observer.ran)
+
+    def _as_expected(self, expected: Expected, value: Value) -> None:
+        expected.asked(self.event, value.number, _compat.node_in_backward())
+        for over in expected.outlived():
+            over.held = None
+            if self.observer is not None:
+                self.observer.dropped_before_backward(over.number)
 
     def retained(self, value: Value, request: Handle) -> bool:
         if not value.pending():

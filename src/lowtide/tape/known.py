@@ -178,6 +178,17 @@ class Known:
             if _compat.is_wrapper(type(tensor)):
                 self._know_whole(tensor, (tensor,))
 
+    def keep_parts(self, tensor: Tensor) -> None:
+        """A wrapper is kept whole: to make what it consists of again would take it twice."""
+        for part in _compat.inner_tensors(tensor):
+            if _compat.is_wrapper(type(part)):
+                self.keep_parts(part)
+                continue
+            entry = self.entry_of(part)
+            value = None if entry is None else self.value_in(entry)
+            if entry is not None and value is not None and value.op is not None:
+                self._as_external(entry, part)
+
     def _know_whole(self, tensor: Tensor, wholes: tuple[Tensor, ...]) -> None:
         for part in _compat.inner_tensors(tensor):
             if _compat.is_wrapper(type(part)):
