@@ -83,3 +83,29 @@ def test_a_write_returns_what_was_written() -> None:
 
     plan = lowtide.plan(step, x)
     assert plan.plain_peak == lowtide.measure(lambda: step(x).backward()).peak_bytes
+
+
+@torch.library.custom_op("lowtide_dryrun_writes::counted", mutates_args={"count"})
+def _counted(count: Tensor, x: Tensor) -> Tensor:
+    count.add_(1)
+    return 2 * x
+
+
+@_counted.register_fake
+def _(count: Tensor, x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_an_operator_that_writes_may_return_something_else() -> None:
+    """What was written was taken for its result, of whatever shape."""
+    layer, count, x = nn.Linear(32, 64), torch.zeros(128, 64), torch.randn(128, 32)
+
+    def step(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            made = _counted(count, layer(x))
+            assert made is not count
+        return layer(x).sub(made).tanh().square().mean()
+
+    plan = lowtide.plan(step, x)
+    assert plan.source == "fake"
+    assert plan.plain_peak == lowtide.measure(lambda: step(x).backward()).peak_bytes
