@@ -202,6 +202,6 @@ def _together(args: Any) -> int:
                 sizes = tuple(map(max, longer))[::-1]
             each = max(each, argument.element_size())
         elif type(argument) is list and argument and isinstance(argument[0], torch.Tensor):
-            given = [item for item in argument if item is not None]
+            given = [item for item in argument if isinstance(item, torch.Tensor)]
             listed += sum([t.nbytes if t.layout is torch.strided else bytes_of(t) for t in given])
     return max(listed, each * math.prod(sizes))
