@@ -109,3 +109,33 @@ def test_an_operator_that_writes_may_return_something_else() -> None:
     plan = lowtide.plan(step, x)
     assert plan.source == "fake"
     assert plan.plain_peak == lowtide.measure(lambda: step(x).backward()).peak_bytes
+
+
+def test_a_result_that_is_resized_is_memory_of_the_step() -> None:
+    layer, x = nn.Linear(32, 64), torch.randn(128, 32)
+
+    def step(x: Tensor, into: Tensor) -> Tensor:
+        with torch.no_grad():
+            made = torch.mul(layer(x), 2, out=into)
+        return layer(x).sub(made).tanh().square().mean()
+
+    outside = [torch.empty(0), torch.empty(0)]
+    plan = lowtide.plan(lambda x: step(x, outside[0]), x)
+    assert plan.source == "fake"
+    peak = lowtide.measure(lambda: step(x, outside[1]).backward()).peak_bytes
+    assert plan.plain_peak == peak
+
+
+def test_lists_of_tensors_are_written() -> None:
+    """As averages of parameters are updated."""
+    layer, x = nn.Linear(32, 64), torch.randn(128, 32)
+    average = [torch.zeros_like(p) for p in layer.parameters()]
+
+    def step(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            torch._foreach_lerp_(average, list(layer.parameters()), 0.1)
+        return layer(x).tanh().square().mean()
+
+    plan = lowtide.plan(step, x)
+    assert plan.source == "fake"
+    assert plan.plain_peak == lowtide.measure(lambda: step(x).backward()).peak_bytes

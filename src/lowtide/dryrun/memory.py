@@ -113,11 +113,13 @@ class FakeMemory(Counting, Marks):
 
 def _itself(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
     """What a call returns: of one that returns what it writes, if that was made outside, that
-    tensor. Torch makes a fake one of it for the call, whose memory would count as a result's."""
+    tensor. Torch makes a fake one of it for the call, whose memory would count as a result's; it
+    does if the call resizes it."""
     facts = facts_of(func)
-    if facts.makes or len(facts.writes) != 1 or not fakes.is_fake(result):
+    if facts.makes or not facts.writes or not fakes.is_fake(result):
         return result
-    (where,) = facts.writes
+    where = facts.writes[0]
     written = kwargs.get(where) if isinstance(where, str) else dict(enumerate(args)).get(where)
-    outside = isinstance(written, torch.Tensor) and not fakes.is_fake(written)
-    return written if outside else result
+    if not isinstance(written, torch.Tensor) or fakes.is_fake(written):
+        return result
+    return written if written.shape == result.shape else result
