@@ -292,7 +292,8 @@ def test_a_layer_that_has_no_parameters_yet_has_no_bytes() -> None:
             break
         except lowtide.BudgetError as refused:
             limit, refusals = refused.minimum, refusals + 1
-    assert refusals in (2, 3)  # before the lazy layer, and once its parameters are known
+    # At the first operation, at others before the lazy layer, and once its parameters are known.
+    assert refusals in (2, 3, 4)
     assert len(plain) == 7
     assert same(plain, planned)
 

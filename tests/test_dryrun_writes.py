@@ -83,3 +83,59 @@ def test_a_write_returns_what_was_written() -> None:
 
     plan = lowtide.plan(step, x)
     assert plan.plain_peak == lowtide.measure(lambda: step(x).backward()).peak_bytes
+
+
+@torch.library.custom_op("lowtide_dryrun_writes::counted", mutates_args={"count"})
+def _counted(count: Tensor, x: Tensor) -> Tensor:
+    count.add_(1)
+    return 2 * x
+
+
+@_counted.register_fake
+def _(count: Tensor, x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_an_operator_that_writes_may_return_something_else() -> None:
+    """What was written was taken for its result, of whatever shape."""
+    layer, count, x = nn.Linear(32, 64), torch.zeros(128, 64), torch.randn(128, 32)
+
+    def step(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            made = _counted(count, layer(x))
+            assert made is not count
+        return layer(x).sub(made).tanh().square().mean()
+
+    plan = lowtide.plan(step, x)
+    assert plan.source == "fake"
+    assert plan.plain_peak == lowtide.measure(lambda: step(x).backward()).peak_bytes
+
+
+def test_a_result_that_is_resized_is_memory_of_the_step() -> None:
+    layer, x = nn.Linear(32, 64), torch.randn(128, 32)
+
+    def step(x: Tensor, into: Tensor) -> Tensor:
+        with torch.no_grad():
+            made = torch.mul(layer(x), 2, out=into)
+        return layer(x).sub(made).tanh().square().mean()
+
+    outside = [torch.empty(0), torch.empty(0)]
+    plan = lowtide.plan(lambda x: step(x, outside[0]), x)
+    assert plan.source == "fake"
+    peak = lowtide.measure(lambda: step(x, outside[1]).backward()).peak_bytes
+    assert plan.plain_peak == peak
+
+
+def test_lists_of_tensors_are_written() -> None:
+    """As averages of parameters are updated."""
+    layer, x = nn.Linear(32, 64), torch.randn(128, 32)
+    average = [torch.zeros_like(p) for p in layer.parameters()]
+
+    def step(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            torch._foreach_lerp_(average, list(layer.parameters()), 0.1)
+        return layer(x).tanh().square().mean()
+
+    plan = lowtide.plan(step, x)
+    assert plan.source == "fake"
+    assert plan.plain_peak == lowtide.measure(lambda: step(x).backward()).peak_bytes

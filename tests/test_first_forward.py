@@ -147,3 +147,30 @@ def test_a_first_operation_is_refused_before_it_runs(name: str) -> None:
             step()
 
     assert lowtide.measure(refused, device="cpu").peak_bytes < 1 << 20
+
+
+@pytest.mark.parametrize("name", ["add", "cumsum", "mul", "any"])
+def test_a_mask_of_which_integers_are_made_is_refused_before_that(name: str) -> None:
+    """It is copied as integers too: 16 times its bytes."""
+    weight, x = torch.nn.Parameter(torch.randn(64, 64)), torch.randn(64, 64)
+    mask, times = torch.ones(90_000, dtype=torch.bool), torch.tensor(2)
+    calls: dict[str, Callable[[], Tensor]] = {
+        "add": lambda: mask + 1,
+        "cumsum": lambda: mask.cumsum(0),
+        "mul": lambda: mask * times,
+        "any": lambda: mask.any(),
+    }
+    refused: list[bool] = []
+
+    def step() -> None:
+        try:
+            with lowtide.budget(1 << 20):
+                hidden = (x @ weight).tanh()
+                calls[name]()
+                hidden.square().mean().backward()
+            refused.append(False)
+        except lowtide.BudgetError:
+            refused.append(True)
+
+    assert lowtide.measure(step, device="cpu").peak_bytes < 1 << 20
+    assert refused == [name != "any"]

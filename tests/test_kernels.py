@@ -105,6 +105,12 @@ def calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
         for name in ("mul.Tensor", "add.Tensor", "eq.Tensor"):
             yield name, (x, other)
         yield "where.self", (mask, x, other)
+    for number in (one.double(), one, one.long(), 3, 2.5, 1j):  # of a higher kind than some
+        for tensor in (mask, mask.byte(), mask.long(), x, x.double()):
+            suffix = "Tensor" if isinstance(number, Tensor) else "Scalar"
+            for name in ("mul", "div", "eq"):
+                yield f"{name}.{suffix}", (tensor, number)
+    yield "atan2", (mask, one.long())
     yield "sum", (mask,)
     yield "sum.dim_IntList", (mask, [1])
     yield "mean.dim", (x.bfloat16(), [1])

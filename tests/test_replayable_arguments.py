@@ -81,6 +81,20 @@ def test_a_gradient_that_a_forward_takes_inside_is_no_backward_of_the_step() -> 
         assert torch.equal(torch.autograd.grad(loss, x)[0], wanted)
 
 
+def test_a_list_in_a_budget_may_hold_more_than_tensors() -> None:
+    x, limit = torch.randn(64, 8, requires_grad=True), lowtide.budget("1 MB")
+
+    def forward() -> Tensor:
+        out: Tensor = Asks.apply(x * 2, [torch.ones(8), 2, None])  # type: ignore[no-untyped-call]
+        return out.sum()
+
+    (wanted,) = torch.autograd.grad(forward(), x)
+    for _ in range(2):
+        with limit:
+            loss = forward()
+        assert torch.equal(torch.autograd.grad(loss, x)[0], wanted)
+
+
 @lowtide.replayable
 class Scaled(Function):
     """By what is in its last argument, whatever that is."""

@@ -6,10 +6,11 @@ import json
 import pickle
 import re
 from collections import Counter, UserDict
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -402,7 +403,25 @@ class Wrapped(UserDict[str, Tensor]):
         return self[name]
 
 
-@pytest.mark.parametrize("batch_of", [Named, Frozen, Attributes, Wrapped])
+class Itself(dict[str, Tensor]):
+    """With its items as attributes, as configurations often are."""
+
+    x: Tensor
+    y: Tensor
+
+    def __init__(self, **items: Tensor) -> None:
+        super().__init__(items)
+        self.__dict__ = self
+
+
+@dataclass
+class Unfinished:
+    x: Tensor
+    y: Tensor
+    weights: Tensor = field(init=False)
+
+
+@pytest.mark.parametrize("batch_of", [Named, Frozen, Attributes, Wrapped, Itself, Unfinished])
 def test_half_a_batch_is_half_of_it_in_a_batch_of_the_same_type(batch_of: type) -> None:
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
 
@@ -415,6 +434,61 @@ def test_half_a_batch_is_half_of_it_in_a_batch_of_the_same_type(batch_of: type) 
     assert halved is not None
     assert halved.peak == lowtide.plan(step, batch_of(x=x[:256], y=y[:256])).peak
     assert x.shape[0] == 512
+
+
+class Kept(MutableMapping[str, Tensor]):
+    """A copy of it has the same items."""
+
+    def __init__(self, **items: Tensor) -> None:
+        self.items_ = items
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.items_[key]
+
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        self.items_[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.items_[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.items_)
+
+    def __len__(self) -> int:
+        return len(self.items_)
+
+
+class Once(dict[str, Tensor]):
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        raise KeyError(key)
+
+
+class Several(list[Tensor]):
+    pass
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        Kept(x=torch.ones(8, 16)),
+        Once(x=torch.ones(8, 16)),
+        MappingProxyType({"x": torch.ones(8, 16)}),
+        Several([torch.ones(8, 16)]),
+    ],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_a_batch_that_cannot_be_copied_has_no_half_and_is_left_alone(batch: Any) -> None:
+    """A mapping that keeps its items in another lost half of them, and of a step with a batch whose
+    second half was there, that was told to be half of it."""
+    layer = nn.Linear(16, 16)
+
+    def step(x: Tensor, batch: Any) -> Tensor:
+        (others,) = batch.values() if isinstance(batch, Mapping) else batch
+        return (layer(x).tanh() * others.mean(0)).square().mean()
+
+    assert study(step, (torch.ones(8, 16), batch)).halved is None
+    (others,) = batch.values() if isinstance(batch, Mapping) else batch
+    assert others.shape == (8, 16)
 
 
 # ---------------------------------------------------------------------------- reasons

@@ -9,7 +9,8 @@ which would have every program convert what its loader and its tokenizer return.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -42,12 +43,18 @@ def _parts(item: Any) -> list[Any]:
     if isinstance(item, list | tuple):
         return list(item)
     if is_dataclass(item) and not isinstance(item, type):
-        return [getattr(item, part.name) for part in fields(item)]
+        return [getattr(item, name) for name in _fields(item)]
     return []
 
 
+def _fields(record: Any) -> list[str]:
+    """The fields of a dataclass that have a value: none of `init=False` needs one."""
+    return [part.name for part in fields(record) if hasattr(record, part.name)]
+
+
 def changed(item: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nesting, of the same types, with `change` of each tensor in it."""
+    """The same nesting, of the same types, with `change` of each tensor in it. What may not be
+    copied so, as a mapping that keeps its items in another, is returned as it is."""
     if isinstance(item, Tensor):
         return change(item)
     if isinstance(item, tuple) and hasattr(item, "_fields"):
@@ -55,11 +62,16 @@ def changed(item: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if type(item) in (list, tuple):
         return type(item)(changed(part, change) for part in item)
     record = is_dataclass(item) and not isinstance(item, type)
-    if not record and not isinstance(item, MutableMapping):
+    mapping = isinstance(item, dict | UserDict)  # of any other, a copy may share the items
+    if not record and not mapping:
         return item
     new: Any = copy.copy(item)  # an output of transformers is both
-    for name in [part.name for part in fields(item)] if record else ():
+    for name in _fields(item) if record else ():
         object.__setattr__(new, name, changed(getattr(item, name), change))  # it may be frozen
-    for key in list(item) if isinstance(item, MutableMapping) else ():
-        new[key] = changed(item[key], change)
+    for key in list(item) if mapping else ():
+        part = item[key]
+        new[key] = changed(part, change)
+        attributes = getattr(new, "__dict__", {})
+        if attributes.get(key) is part:  # of a dictionary that is its own `__dict__`
+            attributes[key] = new[key]
     return new

@@ -152,7 +152,7 @@ def _halved(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], on: str | None
 ) -> Halved | None:
     """What half the batch takes; None unless all arguments share a first size above one."""
-    sizes = {t.shape[0] for t in tensors_of((args, kwargs)) if t.dim()}
+    sizes = _first_sizes((args, kwargs))
     if len(sizes) != 1 or min(sizes) < 2:
         return None
     size = sizes.pop()
@@ -162,9 +162,19 @@ def _halved(
         leaf = tensor.detach()[:half] if tensor.dim() else tensor.detach()
         return leaf.requires_grad_(tensor.requires_grad)
 
+    try:
+        half_args, half_kwargs = changed(args, cut), changed(kwargs, cut)
+    except Exception:  # a mapping or a record of the program's may refuse others, each in its way
+        return None
+    if _first_sizes((half_args, half_kwargs)) != {half}:  # some of it is in what cannot be copied
+        return None
     # A step may accept only the batch size it was written for: then there is no such figure.
     try:
-        step = dry_run(fn, changed(args, cut), changed(kwargs, cut), on, real=False)
+        step = dry_run(fn, half_args, half_kwargs, on, real=False)
     except LowtideError:
         return None
     return Halved(size, half, plan_step(step, None).peak)
+
+
+def _first_sizes(arguments: Any) -> set[int]:
+    return {tensor.shape[0] for tensor in tensors_of(arguments) if tensor.dim()}

@@ -112,10 +112,14 @@ class FakeMemory(Counting, Marks):
 
 
 def _itself(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """What a call returns: of one that writes to a tensor made outside, that tensor. Torch makes a
-    fake one of it for the call, whose memory would count as a result's."""
-    if not fakes.is_fake(result):
+    """What a call returns: of one that returns what it writes, if that was made outside, that
+    tensor. Torch makes a fake one of it for the call, whose memory would count as a result's; it
+    does if the call resizes it."""
+    facts = facts_of(func)
+    if facts.makes or not facts.writes or not fakes.is_fake(result):
         return result
-    written = args[0] if args and 0 in facts_of(func).writes else kwargs.get("out")
-    outside = isinstance(written, torch.Tensor) and not fakes.is_fake(written)
-    return written if outside else result
+    where = facts.writes[0]
+    written = kwargs.get(where) if isinstance(where, str) else dict(enumerate(args)).get(where)
+    if not isinstance(written, torch.Tensor) or fakes.is_fake(written):
+        return result
+    return written if written.shape == result.shape else result

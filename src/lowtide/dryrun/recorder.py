@@ -189,7 +189,7 @@ class FakeRecorder(Recorder):
         of its whole storage. None: nothing is, or its new content is not known. Larger ones are not
         followed, as it counts as a read, for which a step would copy what is then written."""
         facts = facts_of(func)
-        if facts.writes != (0,) or facts.random or kwargs:
+        if facts.writes != (0,) or facts.random or kwargs or not isinstance(args[0], torch.Tensor):
             return None
         entry = self.entry_of(args[0])
         if entry is None or entry.pieces is not None or entry.nbytes > _COUNTER:

@@ -1,9 +1,10 @@
 """Memory that operators on the CPU use to convert dtypes, and that kernels of several steps use.
 
 Problem: an operator on tensors of two dtypes converts one of them as a whole before its loop, so a
-product with a boolean mask allocates four times the mask; the tape does not show this. Invariant:
-as measured, kernel by kernel; only for the CPU, since other devices convert while reading. Imports
-`_compat` and blocks. Rejected: a share of the operator's result, as that of a reduction is tiny.
+product with a boolean mask allocates four times the mask, and a mask with a number added eight
+times; the tape does not show this. Invariant: as measured, kernel by kernel; only for the CPU,
+since other devices convert while reading. Imports `_compat` and blocks. Rejected: a share of the
+operator's result, as that of a reduction is tiny.
 """
 
 from __future__ import annotations
@@ -28,10 +29,17 @@ _ELEMENTWISE = frozenset(
     )
     for end in ("", "_")
 )  # fmt: skip
-_DIVIDING = ("aten::div", "aten::div_")  # integers are divided as floating-point numbers
+# Integers are divided, and the like, as floating-point numbers.
+_DIVIDING = frozenset(f"aten::{n}{end}" for n in ("div", "atan2", "copysign") for end in ("", "_"))
 # Sums of booleans and small integers are computed in int64.
 _SUMMING = frozenset(f"aten::{n}" for n in ("sum", "prod", "cumsum", "cumprod", "count_nonzero"))
 _LONG = 8  # bytes
+# Python's numbers, by type.
+_NUMBERS: dict[type, Callable[[], torch.dtype]] = {
+    int: lambda: torch.int64,
+    float: torch.get_default_dtype,
+    complex: lambda: promoted(torch.get_default_dtype(), torch.complex32),
+}
 _EXPONENTIAL = 10  # matrices that `linalg_matrix_exp` allocates for each input: powers and sums
 
 
@@ -68,13 +76,28 @@ def _promoted(name: str, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -
     if not large:
         return 0
     dtype = functools.reduce(promoted, (t.dtype for t in large))
-    fractions = name in _DIVIDING or any(isinstance(a, float) for a in args)
-    if fractions and not (dtype.is_floating_point or dtype.is_complex):
+    numbers = [kind() for a in args if (kind := _NUMBERS.get(type(a))) is not None]
+    for others in ([t.dtype for t in tensors if not t.dim()], numbers):
+        for other in others:
+            dtype = _raised(dtype, other)
+    if name in _DIVIDING and not (dtype.is_floating_point or dtype.is_complex):
         dtype = torch.get_default_dtype()
     taken = [dtype.itemsize * t.numel() for t in large if t.dtype != dtype]
     if taken and name.endswith("_") and large[0].dtype != dtype:  # the result is converted back
         taken.append(taken[0])
     return sum(taken)
+
+
+def _raised(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """The dtype of a tensor with what has no dimensions, which counts only if it is of a higher
+    kind: booleans, integers, floating-point and complex numbers."""
+    if dtype.is_complex or (dtype.is_floating_point and not other.is_complex):
+        return dtype
+    if dtype.is_floating_point:
+        return promoted(dtype, torch.complex32)
+    if dtype == torch.bool or other.is_floating_point or other.is_complex:
+        return promoted(dtype, other)
+    return dtype
 
 
 def _mean_by_index(tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> int:

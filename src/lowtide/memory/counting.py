@@ -55,7 +55,7 @@ class Counting(_compat.Mode):
             return result
         made = self._count(args, kwargs, result)
         self.ran(func, args, kwargs, result)
-        room = self.beside + self._workspace(func, args, kwargs, result, made)
+        room = max(0, self.beside + self._workspace(func, args, kwargs, result, made))
         self.peak = max(self.peak, self.level + room)
         return result
 

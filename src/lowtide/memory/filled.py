@@ -33,12 +33,13 @@ _STEPS = {
     }
 }
 # Nodes that share a gradient evenly among all that equal the result. How many these are is summed
-# while the zeros are there that become the gradient; without memory, while two more masks are, as
-# torch cannot look whether the result is a NaN.
+# while the zeros are there that become the gradient, by a share that is filled in; without memory,
+# while two more masks are, as torch cannot look whether the result is a NaN, and one is multiplied.
 _SHARING = frozenset(
     f"{name}Backward{overload}"
     for name, overload in (("Max", 1), ("Min", 1), ("Median", 0), ("Nanmedian", 0))
 )
+_SHARES = frozenset(("aten::eq", "aten::sum", "aten::mul"))
 
 
 class Filled:
@@ -61,10 +62,13 @@ class Filled:
         """The operator that runs on real tensors."""
         name = _compat.schema_of(func).name
         self.beside = 0
-        if name in ("aten::eq", "aten::sum") and _compat.name_of_node_in_backward() in _SHARING:
+        if name in _SHARES and _compat.name_of_node_in_backward() in _SHARING:
             if name == "aten::eq":
                 self._shared = args[0].nbytes - 2 * args[0].numel()
-            self.beside = self._shared if name == "aten::sum" else 0
+            elif name == "aten::sum":
+                self.beside = self._shared
+            else:  # the mask with the share, of which no copy is made
+                self.beside = -args[0].numel() * args[1].element_size()
         written = _FILLED.get(name)
         if written and self._zeros is not None and _storage_of(args[0]) == self._zeros:
             return getattr(written, func._overloadname)

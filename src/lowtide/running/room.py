@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _LOSS = 12
 _INSIDE = 6  # times its largest input: what a custom operator or its backward may hold at once
 _PLENTY = 8  # a call is not looked at closely while 8 of the largest storages still fit
+_LEAST = 2  # bytes of an element: of masks and bytes, int64 is made, and another copy to compute in
 
 
 class Room:
@@ -200,8 +201,8 @@ def _together(args: Any) -> int:
             if sizes != shape:
                 longer = zip_longest(reversed(sizes), reversed(shape), fillvalue=1)
                 sizes = tuple(map(max, longer))[::-1]
-            each = max(each, argument.element_size())
+            each = max(each, _LEAST, argument.element_size())
         elif type(argument) is list and argument and isinstance(argument[0], torch.Tensor):
-            given = [item for item in argument if item is not None]
+            given = [item for item in argument if isinstance(item, torch.Tensor)]
             listed += sum([t.nbytes if t.layout is torch.strided else bytes_of(t) for t in given])
     return max(listed, each * math.prod(sizes))
