@@ -126,6 +126,14 @@ def test_a_batch_that_does_not_fit_is_refused_and_smaller_ones_go_on() -> None:
         assert inside(model, call, backend, rows)
 
 
+def test_a_smaller_batch_runs_after_the_first_was_refused() -> None:
+    model, call, backend = compiled_for(512, 0.6)
+    with pytest.raises(BudgetError, match="does not fit in"):
+        call(X)
+    for rows in (512, 300, 512):
+        assert inside(model, call, backend, rows)
+
+
 def test_blocks_that_share_their_code_are_planned_for_the_largest() -> None:
     """Each call is another block's, of the same function. The loss outside is not counted."""
     model = Net(blocks=3)

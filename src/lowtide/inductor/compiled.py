@@ -120,9 +120,7 @@ class CompiledGraph:
             return
         before = dict(vars(self))
         self.times += 1
-        self.choice = self.wanted = self.code = None
-        self.codes, self.known = {}, {}
-        self._expect(sizes_of(args))
+        self._begin_for(sizes_of(args))
         self.budget._settled = []
         self._compile_again()
         if self.refused is not None:  # what fits may still be called
@@ -131,6 +129,12 @@ class CompiledGraph:
             self.too_large = nbytes, error
             self._expect(self.sizes)
             raise error.again()
+
+    def _begin_for(self, sizes: Sizes) -> None:
+        """Forget what was chosen and compiled, and plan for these sizes from now on."""
+        self.choice = self.wanted = self.code = self.refused = None
+        self.codes, self.known = {}, {}
+        self._expect(sizes)
 
     def _expect(self, sizes: Sizes) -> None:
         self.sizes = sizes
@@ -170,10 +174,20 @@ class CompiledGraph:
         """Generate the code, again if its memory is not what the choice was made for."""
         self.traced_with = self.traced_with or partitioner.traced_inputs(self.traced, examples)
         self.dynamic |= any(isinstance(example, torch.SymInt) for example in examples)
-        if not self.sizes:
-            known = self.budget._sizes.setdefault(self.function, set())
+        known = self.budget._sizes.setdefault(self.function, set())
+        if self.sizes:
+            self._compile_or_refuse(examples)
+        else:
+            mine = sizes_of(self.traced_with)
             self._expect(largest(known if self.dynamic else (), self.traced_with))
+            self._compile_or_refuse(examples)
+            if self.refused is not None and self.sizes != mine:  # smaller ones may fit
+                self._begin_for(mine)
+                self._compile_or_refuse(examples)
+        if self.refused is None:
             known.add(self.sizes)
+
+    def _compile_or_refuse(self, examples: Any) -> None:
         try:
             self._compile_and_correct(examples)
         except BudgetError as error:
