@@ -13,6 +13,7 @@ from torch import Tensor
 import lowtide
 from by_hand import same
 from lowtide import engine
+from lowtide.errors import BudgetError
 from lowtide.observing.reached import UNKNOWN
 from lowtide.planner.retention import HOLD, NEVER
 from lowtide.running.expected import Expected
@@ -39,16 +40,20 @@ def beside(x: Tensor, limit: Any) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("recorder", ["python", engine.name()])
 @pytest.mark.parametrize("share", [0.4, 0.45, 0.5])
 def test_what_only_an_unreached_graph_keeps_is_dropped(recorder: str, share: float) -> None:
+    """A first step that drops what another machine's times say is dearer may be refused."""
     x = torch.linspace(0, 1, 1 << 14).requires_grad_()
     plain = beside(x, contextlib.nullcontext())
     peak = lowtide.measure(lambda: beside(x, contextlib.nullcontext()), device="cpu").peak_bytes
     with engine.use(recorder):
-        limit = lowtide.budget(int(share * peak))
-        for _ in range(3):
+        limit, ran = lowtide.budget(int(share * peak)), 0
+        for _ in range(4):
             found: list[tuple[Tensor, ...]] = []
-            took = lowtide.measure(lambda to=found: to.append(beside(x, limit)), device="cpu")
-            assert took.peak_bytes <= share * peak
-            assert same(plain, found[0])
+            with contextlib.suppress(BudgetError):
+                took = lowtide.measure(lambda to=found: to.append(beside(x, limit)), device="cpu")
+                assert took.peak_bytes <= share * peak
+                assert same(plain, found[0])
+                ran += 1
+        assert ran >= 3
 
 
 class Made:
