@@ -13,8 +13,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
-
 from lowtide import _compat
 from lowtide.errors import CompiledWarning, UnsupportedError
 from lowtide.policies import KeepNamed, OperationInfo, Policy, PolicyLike, check_policy, keeps
@@ -35,7 +33,7 @@ def traced_region(
     """Run a region while torch's compiler traces: its policy may be any of `lowtide.policies`."""
     from torch.utils import checkpoint as torch_checkpoint
 
-    if torch.compiler.is_exporting():  # no backward comes, and torch's own fails if it is strict
+    if _compat.is_exporting():  # no backward comes, and torch's own fails if it is strict
         return function(*args, **kwargs)
     if "fn" in kwargs:  # torch's checkpoint has a parameter of this name inside
         function, kwargs = functools.partial(function, fn=kwargs["fn"]), {**kwargs}

@@ -164,6 +164,12 @@ def is_traced_by_fx() -> bool:
     return torch._ops._get_dispatch_mode_pre_dispatch(_PROXY) is not None
 
 
+def is_exporting() -> bool:
+    """Whether `torch.export` traces. In torch 2.10, Dynamo takes torch's own function of this name
+    for true in all that it compiles; unnecessary once 2.13 is the oldest."""
+    return torch.compiler._is_exporting_flag
+
+
 def is_traced_by_jit() -> bool:
     """Whether `torch.jit.trace` traces on this thread. Unnecessary once `torch.jit` exports
     `is_tracing`."""
