@@ -285,7 +285,7 @@ def test_a_layer_that_has_no_parameters_yet_has_no_bytes() -> None:
             fitted.remove()
         return made + [p.grad for p in model.parameters() if p.grad is not None]
 
-    plain, limit, refusals = losses(None), 6000, 0
+    plain, limit, refusals = losses(None), 4000, 0
     while True:
         try:
             planned = losses(limit)

@@ -15,24 +15,15 @@ from torch import Tensor, nn
 
 import lowtide
 from by_hand import same
+from compiling import compiles
 from lowtide import _compat
 from lowtide._compat import lowered, partitioner
 from lowtide.errors import BudgetError, CompiledWarning, UnsupportedError, UsageError
 from lowtide.inductor import generated
 from lowtide.inductor.joint import Joint
 from lowtide.inductor.schedule import Scheduler
-from once import on_one_recorder
 
-pytestmark = [
-    on_one_recorder,
-    # torch's own warnings, while it compiles
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.usefixtures("one_thread", "fresh_compiler"),
-    pytest.mark.skipif(not _compat.torch_has((2, 13)), reason="refused on this torch"),
-]
+pytestmark = [*compiles, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
 
 class Block(nn.Module):

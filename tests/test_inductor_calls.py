@@ -17,16 +17,9 @@ from torch._higher_order_ops.scan import scan
 
 import lowtide
 from by_hand import same
-from lowtide import _compat
-from once import on_one_recorder
+from compiling import compiles
 
-pytestmark = [
-    on_one_recorder,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.usefixtures("one_thread", "fresh_compiler"),
-    pytest.mark.skipif(not _compat.torch_has((2, 13)), reason="refused on this torch"),
-]
+pytestmark = compiles
 
 
 X = torch.randn(512, 16, generator=torch.Generator().manual_seed(3))

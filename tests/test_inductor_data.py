@@ -11,18 +11,11 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import lowtide
-from lowtide import _compat
+from compiling import compiles
 from lowtide._compat import partitioner, symbolic
 from lowtide.errors import CompiledWarning
-from once import on_one_recorder
 
-pytestmark = [
-    on_one_recorder,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.usefixtures("one_thread", "fresh_compiler", "sizes_from_data"),
-    pytest.mark.skipif(not _compat.torch_has((2, 13)), reason="refused on this torch"),
-]
+pytestmark = [*compiles, pytest.mark.usefixtures("sizes_from_data")]
 
 X = torch.randn(10_000, 8, generator=torch.Generator().manual_seed(3))
 WEIGHT = torch.linspace(-1, 1, 64).view(8, 8)

@@ -19,18 +19,10 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import lowtide
 from by_hand import same
-from lowtide import _compat
+from compiling import compiles
 from lowtide.errors import BudgetError, CompiledWarning
-from once import on_one_recorder
 
-pytestmark = [
-    on_one_recorder,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.usefixtures("one_thread", "fresh_compiler"),
-    pytest.mark.skipif(not _compat.torch_has((2, 13)), reason="refused on this torch"),
-]
+pytestmark = compiles
 
 X = torch.randn(256, 8, generator=torch.Generator().manual_seed(3))
 
