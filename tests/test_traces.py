@@ -137,6 +137,39 @@ def test_fake_tensors_inside(way: Way) -> None:
     assert check(scenario, way)["sin"] == 1
 
 
+def _made_on_meta() -> None:
+    assert (torch.empty(1 << 22, device="meta") * 2).add_(1).device.type == "meta"
+
+
+def _made_of_fakes() -> None:
+    with FakeTensorMode() as mode:
+        fake = torch.empty(1 << 22)
+    fake * 2  # outside of its mode
+    mode.from_tensor(torch.empty(4)).repeat(1 << 22)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("make", [_made_on_meta, _made_of_fakes])
+def test_what_has_only_a_shape_takes_no_room(make: Callable[[], None], first: bool) -> None:
+    """16 MiB or more of them, under a limit of 1 MB: in a first step and in planned ones."""
+    x = leaf(64, 64)
+
+    def step() -> list[Tensor]:
+        if first:
+            make()
+        y = x.sin()
+        make()
+        return gradients(y.exp().sin().sum(), x)
+
+    plain = step()
+    budget = lowtide.budget("1 MB")
+    for _ in range(3):
+        with budget:
+            found = step()
+        assert [*map(bits, found)] == [*map(bits, plain)]
+    assert budget.report().planned
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_region_is_the_plain_function(strict: bool) -> None:
     """torch's own checkpoint ends a strict export in a KeyError."""

@@ -153,6 +153,31 @@ def test_the_device_that_a_step_runs_on_is_the_one_that_counts(core: ModuleType)
     assert limit._loop.where.device == ONE
 
 
+def test_what_a_factory_or_a_copy_makes_elsewhere_needs_no_room() -> None:
+    """And what a copy from elsewhere makes here does. In a first step, and in planned ones."""
+    x, large = torch.rand(64, 64, device=ONE).requires_grad_(), torch.zeros(1 << 18)
+
+    def step(copied: bool) -> None:
+        with limit:
+            y = x.sin()
+            torch.ones(1 << 20)  # 4 MiB on the CPU
+            y.expand(64, 64, 64).cpu()
+            if copied:
+                large.to(ONE)
+            loss = y.exp().sin().sum()
+        loss.backward()
+
+    for copied in (False, True):
+        limit = lowtide.budget("0.5 MB", device=ONE)
+        for _ in range(3):
+            if copied:
+                with pytest.raises(BudgetError, match="aten::_to_copy"):
+                    step(True)
+            else:
+                step(False)
+    assert measured(lambda: None, ONE) < 500_000
+
+
 def test_a_step_on_the_cpu_is_counted_there() -> None:
     """Also in a process that uses its accelerator."""
     model, cpu = ConvNet(), torch.device("cpu")

@@ -106,6 +106,11 @@ def is_fake(tensor: object) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def mode_is_on() -> bool:
+    """Whether a mode for fake tensors is on, so that factories make them."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def faked(mode: Any, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A fake tensor of the same geometry; a tensor on the meta device is treated as on `device`."""
     from torch._subclasses.fake_tensor import FakeTensor

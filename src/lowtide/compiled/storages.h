@@ -127,6 +127,7 @@ inline void keep_counter(Entry* entry) {
 
 // As `Known._is_here`.
 inline bool is_here(State* state, c10::Device device, bool made) {
+  if (device.is_meta()) return !state->asks;
   bool open = state->settle != nullptr && !is_none(state->settle);
   if (open && made && !device.is_cpu()) {
     static PyObject* name = interned("_is_here");

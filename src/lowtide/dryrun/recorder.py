@@ -184,6 +184,9 @@ class FakeRecorder(Recorder):
             self.stand.stands_for(result, args[0])
         return result
 
+    def _is_here(self, device: torch.device, made: bool) -> bool:
+        return True  # each stands for one with memory
+
     def _moved(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> torch.Tensor | None:
         """What was made outside (a counter) and is about to be written, as it is afterwards: a copy
         of its whole storage. None: nothing is, or its new content is not known. Larger ones are not

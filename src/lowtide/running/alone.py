@@ -27,7 +27,6 @@ from lowtide.observing.observer import Observer
 from lowtide.replay import in_memory
 from lowtide.running.making_room import StepInRoom
 from lowtide.running.prepared import Prepared, Signature
-from lowtide.running.room import elsewhere
 from lowtide.tape.operators import Facts
 from lowtide.tape.values import Handle, Operation, Value, WeakList, tensors_in
 
@@ -73,7 +72,7 @@ class StepAlone(StepInRoom):
     ) -> None:
         """A call is about to run that was not met before, or `need` bytes for which there is no
         room. Watch the step if that may be too much."""
-        if self.headroom is None or elsewhere(self.owner, args):
+        if self.headroom is None or self.where.makes_elsewhere(facts, args, kwargs):
             return
         if need is None:
             need = room_for(facts.name, func, args, kwargs)

@@ -19,7 +19,7 @@ from lowtide.replay import in_memory, peak_of
 from lowtide.running.anchors import Anchors
 from lowtide.running.follower import Follower
 from lowtide.running.prepared import Prepared, Signature
-from lowtide.running.room import Room, elsewhere
+from lowtide.running.room import Room
 from lowtide.tape.operators import Facts
 from lowtide.tape.tape import Decisions, Tape
 from lowtide.tape.values import Handle, Operation, Value, WeakList
@@ -206,6 +206,8 @@ class StepInRoom(Decisions):
             need = prepared.needs[index]
             if 2 * need <= free:
                 return
+        if self.where.makes_elsewhere(facts, args, kwargs):
+            return
         if need and prepared.measured:  # the workspace as measured, plus what it makes more
             need += max(0, made_by(func, args, kwargs) - sum(prepared.signatures[index][1]))
         elif not need or made_by(func, args, kwargs) != sum(prepared.signatures[index][1]):
@@ -265,7 +267,7 @@ class StepInRoom(Decisions):
         """See `lowtide.tape.tape.Decisions`."""
         if self._follower is not None:
             self._follower.catch_up()
-        if self.begun or elsewhere(self.owner, args):
+        if self.begun or self.where.makes_elsewhere(facts, args, kwargs):
             return False
         self.owner.allowance.ran_out(self.live[0])
         room = self._crowd() if self._room is None else self._room

@@ -58,7 +58,7 @@ class Room:
 
     def before(self, facts: Facts, func: Any, args: Any, kwargs: Any) -> None:
         """An operation is about to allocate: make room for it."""
-        if elsewhere(self._owner, args):
+        if self._owner.where.makes_elsewhere(facts, args, kwargs):
             return
         evictor = self._evictor
         self._observer.anew()  # values dropped earlier may have been freed just now
@@ -84,7 +84,7 @@ class Room:
         one with the gradients of its input and result: what is dropped now makes room for both, as
         that backward is modelled by nothing. This is a guess, so it drops but refuses nothing.
         """
-        if elsewhere(self._owner, args):
+        if self._owner.where.makes_elsewhere(facts, args, kwargs):
             return
         if over:
             self._fits(facts.name)
@@ -155,15 +155,6 @@ class Room:
     def lacks(self, name: str, need: int) -> None:
         """Everything that may be dropped was, and an operation still allocates `need` bytes."""
         self._owner.cannot_fit(self._observer, name, self._live[0], need)
-
-
-def elsewhere(owner: Loop, args: Any) -> bool:
-    """Whether a call runs on a device whose bytes do not count."""
-    counts = owner.where.counts
-    if counts is None:
-        return False
-    found = next(iter(tensors_in(args, {})), None)
-    return found is not None and found.device != counts
 
 
 def _makes_more(facts: Facts, func: Any, args: Any, kwargs: Any, than: int) -> bool:

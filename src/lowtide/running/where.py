@@ -3,8 +3,9 @@
 Problem: a process may have a CPU and several accelerator devices, a limit is for one of them, and a
 budget is entered before it can know which one the step will use. Invariant: the device that the
 user named counts; else the first accelerator device on which a step makes something, or the CPU if
-there is none. What is made on other devices counts as no bytes, so nothing of it is dropped; unless
-a device was named, a step that computes on two is told which one counts. Imports measure. Rejected:
+there is none. What is made on other devices counts as no bytes, so nothing of it is dropped, and
+tensors that have only a shape (on the meta device, fake ones) count nowhere; unless a device was
+named, a step that computes on two is told which one counts. Imports measure and the tape. Rejected:
 the current device: for a model that was moved to another one by name, nothing would be counted and
 every limit would seem to be kept.
 """
@@ -13,14 +14,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from lowtide import _compat
+from lowtide._compat import fakes
 from lowtide.errors import DeviceWarning, users_frame
 from lowtide.measure import counted_device
+from lowtide.tape.operators import Facts
+from lowtide.tape.values import tensors_in
+from lowtide.tape.watch import PLAIN
 
 CPU = torch.device("cpu")
+_REAL = (*PLAIN, type(None))
 
 
 class Where:
@@ -61,7 +68,24 @@ class Where:
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether the bytes of a tensor count, where it is."""
-        return self.open or tensor.device == self.device
+        return tensor.device.type != "meta" and (self.open or tensor.device == self.device)
+
+    def makes_elsewhere(self, facts: Facts, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether what a call makes is on a device whose bytes do not count, or has none: it is on
+        the meta device, or made of fake tensors."""
+        first = next(iter(tensors_in(args, {})), None)
+        if fakes.mode_is_on() or (type(first) not in _REAL and fakes.is_fake(first)):
+            return True
+        device: torch.device | None = kwargs.get("device")
+        if device is None and first is not None:
+            device = first.device
+        elif device is None:
+            if not facts.places:  # an operator of a library, which may make it anywhere
+                return False
+            device = CPU
+        elif device.index is None and _compat.is_accelerator(device):
+            device = _compat.current_device()
+        return device.type == "meta" or not (self.open or device == self.device)
 
     @property
     def settle(self) -> Callable[[torch.device], None] | None:

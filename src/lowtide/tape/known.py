@@ -273,6 +273,8 @@ class Known:
 
     def _is_here(self, device: torch.device, made: bool) -> bool:
         """Whether bytes on a device count towards the limit."""
+        if device.type == "meta":
+            return not self._asks  # a policy may ask for the bytes that there would be
         if self.counts is None and self.settle is None:
             return True
         if self.settle is not None and made and device.type != "cpu":
@@ -337,7 +339,7 @@ class Known:
             known = op is not None and through is not None
             entry.pieces = entry.pieces.after(through) if known else None
         maker = op if through is not None else None
-        here = maker is None or self.counts is None or self._device(entry) == self.counts
+        here = maker is None or self._is_here(self._device(entry), made=False)
         value = self.new_value(maker, entry.nbytes if here else 0, self.region)
         entry.value = value
         entry.version += 1
