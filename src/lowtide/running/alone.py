@@ -5,7 +5,7 @@ another (recurrent layers on packed sequences, graphs), that was the price of a 
 them comes near. Invariant: such a step holds everything, and before each call, and after it, the
 most that it may take is known to be below the limit: what is live, with all that its backward may
 have at once, added up by the compiled recorder (`compiled/headroom.h`). Otherwise it is watched
-from there on, with estimates from sizes for what ran before. Imports making_room, prepared, room,
+from there on, with estimates from sizes for what ran before. Imports making_room, prepared,
 workspace and the engine. Rejected: not recording it, as one call may make any amount out of little.
 """
 

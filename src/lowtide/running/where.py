@@ -5,7 +5,7 @@ budget is entered before it can know which one the step will use. Invariant: the
 user named counts; else the first accelerator device on which a step makes something, or the CPU if
 there is none. What is made on other devices counts as no bytes, so nothing of it is dropped, and
 tensors that have only a shape (on the meta device, fake ones) count nowhere; unless a device was
-named, a step that computes on two is told which one counts. Imports measure and the tape. Rejected:
+named, a step that computes on two is told which one counts. Imports measure, operators. Rejected:
 the current device: for a model that was moved to another one by name, nothing would be counted and
 every limit would seem to be kept.
 """
