@@ -6,6 +6,7 @@ Rule 13 of docs/semantics.md says what holds meanwhile.
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -299,6 +300,24 @@ def test_with_more_room_none_is_refused_again() -> None:
     assert not refusals
     assert refusals.of((), (), {}, 0) is None
     assert refusals.not_yet(seen)
+
+
+@pytest.mark.parametrize("size", [8, 4])
+def test_a_refused_step_with_a_leaf_of_its_own_is_refused_again(size: int) -> None:
+    """As an input that requires grad, the images of a penalty, the fixed point of an equilibrium:
+    another such leaf, of no fewer bytes, comes in its place."""
+    weight, own = torch.ones(8, requires_grad=True), torch.ones(8, requires_grad=True)
+    read = {id(leaf): (0, leaf.nbytes) for leaf in (weight, own)}
+    leaves = {id(leaf): (0, weakref.ref(leaf)) for leaf in (weight, own)}
+    refusals = Refusals()
+    refusals.add(Seen((), frozenset(), read, leaves, 0), BudgetError("too small"))
+    assert refusals.of((), (), {id(weight): (0, 32)}, 0) is None
+    assert refusals.of((), (), read, 0)
+    del own
+    assert refusals.of((), (), {id(weight): (0, 32)}, 0) is None
+    another = torch.ones(size, requires_grad=True)
+    to_come = {id(weight): (0, 32), id(another): (0, another.nbytes)}
+    assert bool(refusals.of((), (), to_come, 0)) == (size == 8)
 
 
 def test_gradients_to_come_are_those_of_parameters_that_nothing_has_read() -> None:

@@ -10,7 +10,7 @@ which may be a smaller batch.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lowtide.errors import BudgetError
@@ -58,7 +58,7 @@ class Refusals:
         self,
         forward: Iterable[Signature],
         calls: Iterable[tuple[int, str]],
-        to_come: Container[int],
+        to_come: Mapping[int, tuple[int, int]],
         before: int,
     ) -> BudgetError | None:
         """The error with which this forward was refused before, or None.
@@ -66,7 +66,7 @@ class Refusals:
         Args:
             forward: its operations.
             calls: its calls that are not recorded, as in `Seen`.
-            to_come: leaves that have no gradient yet.
+            to_come: leaves that have no gradient yet, as in `Seen.parameters`.
             before: bytes that earlier steps of the same context have left.
         """
         if not self._known:
@@ -74,9 +74,17 @@ class Refusals:
         seen, error = self._known.get((tuple(forward), tuple(calls)), (None, None))
         if seen is None or error is None or before < seen.before:
             return None
-        if any(leaf not in to_come for leaf in seen.parameters):
-            return None
-        return error.again()
+        return error.again() if _no_fewer(to_come, seen) else None
+
+
+def _no_fewer(to_come: Mapping[int, tuple[int, int]], seen: Seen) -> bool:
+    """Whether a step has all the gradients to allocate that another one had: those of the same
+    leaves, and as many bytes in place of those of leaves that were its own and are gone, such as an
+    input that requires grad."""
+    mine = {key for key in seen.parameters if seen.is_there(key)}
+    gone = sum(nbytes for key, (_, nbytes) in seen.parameters.items() if key not in mine)
+    others = sum(nbytes for key, (_, nbytes) in to_come.items() if key not in mine)
+    return mine <= to_come.keys() and others >= gone
 
 
 def refusing(

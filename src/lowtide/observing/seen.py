@@ -111,6 +111,11 @@ class Seen:
         """The leaves that get gradients, as far as they are still there."""
         return [leaf for _, weak in self.leaves.values() if (leaf := weak()) is not None]
 
+    def is_there(self, leaf: int) -> bool:
+        """Whether a leaf of this step is still there."""
+        _, weak = self.leaves.get(leaf, (0, None))
+        return weak is not None and weak() is not None
+
     def in_backward(self, sizes: Sequence[int]) -> list[int]:
         """For each operation, the bytes of gradients of activations that are there while its
         backward runs, and of what that takes itself. `sizes`: of each value, in bytes."""
