@@ -2,8 +2,8 @@
 
 Problem: exact bytes on the CPU come from the profiler's C++ side, whose Python front end collects
 far more than allocations. Invariant: as in `lowtide._compat`, of which this is the part that
-`lowtide.memory.events` and `lowtide.tracing` use. Imports autograd and torch. Rejected:
-`torch.profiler`, at a hundred times the cost.
+`lowtide.memory` and `lowtide.tracing` use. Imports autograd and torch. Rejected: `torch.profiler`,
+at a hundred times the cost.
 """
 
 from __future__ import annotations
