@@ -176,9 +176,8 @@ def stop_memory_profiler() -> list[Any]:
 
 # --- what the CUDA allocator did ----------------------------------------------------------------
 
+
 # What memory_viz opens; torch documents these names, but with an underscore.
-
-
 @contextlib.contextmanager
 def cuda_history() -> Iterator[None]:
     """While this is open, the CUDA allocator records every block and its stack trace."""
