@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +12,7 @@ import torch
 from torch import nn
 
 import lowtide
+from apart import ran_apart
 from by_hand import same
 from lowtide.learning import planning
 from lowtide.learning.beside import Beside
@@ -214,14 +213,10 @@ print("over")
 
 
 def test_training_on_a_thread_after_the_main_one_has_ended() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", OUTLIVES], capture_output=True, text=True, timeout=120, check=True
-    )
+    done = ran_apart(OUTLIVES)
     assert (done.stdout, done.stderr) == ("found\n", "")
 
 
 def test_a_program_ends_while_a_plan_is_looked_for() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120, check=True
-    )
+    done = ran_apart(ENDS)
     assert (done.stdout, done.stderr) == ("over\n", "")

@@ -8,9 +8,6 @@ docs/status.md lists the combinations.
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,6 +23,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide
 import lowtide.step
+from apart import ran_apart
 from by_hand import counted_replays, same
 from lowtide import _compat
 from lowtide.errors import CompiledWarning, UncountedWarning, UsageError
@@ -194,15 +192,7 @@ def test_dynamo_first_imported_inside_a_recording() -> None:
         "(y.cos() * 2).sin().exp().sum().backward()\n"
         "assert torch.equal(x.grad, y.grad)\n"
     )
-    source = str(Path(lowtide.__file__).resolve().parent.parent)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": source},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    ran_apart(code)
 
 
 # ------------------------------------------------------------------------------------- fit

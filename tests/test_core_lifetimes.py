@@ -5,8 +5,6 @@ Each program here read or wrote freed memory before, or failed with an error fro
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import weakref
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 import torch
 
 import lowtide
+from apart import ran_apart
 from lowtide import engine
 from lowtide.compiled import build
 from lowtide.step import current_recorder
@@ -24,18 +23,6 @@ BUILDABLE = build.target().exists() or build.possible() is None
 needs_compiler = pytest.mark.skipif(not BUILDABLE, reason="no compiled recorder here")
 pytestmark = on_one_recorder  # each test chooses its own
 both = pytest.mark.parametrize("way", ["python", pytest.param("compiled", marks=needs_compiler)])
-
-
-def ran(program: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
 
 
 @both
@@ -99,7 +86,7 @@ print("over")
 def test_a_graph_may_die_after_the_thread_that_recorded_it() -> None:
     """It is freed when the thread-locals of that thread are. `MALLOC_PERTURB_` fills freed memory,
     so that using it shows."""
-    assert ran(ENDING, LOWTIDE_ENGINE="compiled", MALLOC_PERTURB_="165") == "over\n"
+    assert ran_apart(ENDING, LOWTIDE_ENGINE="compiled", MALLOC_PERTURB_="165").stdout == "over\n"
 
 
 SWITCHED = """
@@ -133,7 +120,7 @@ print("over")
 @needs_compiler
 def test_switches_may_change_while_operations_run_again() -> None:
     """By another backward within a replay, under other switches than the first one began with."""
-    assert ran(SWITCHED, LOWTIDE_ENGINE="compiled") == "over\n"
+    assert ran_apart(SWITCHED, LOWTIDE_ENGINE="compiled").stdout == "over\n"
 
 
 TWICE = """
@@ -174,7 +161,7 @@ except again.UsageError as error:
 @needs_compiler
 def test_lowtide_may_be_imported_twice_in_a_process() -> None:
     """As by a notebook's or a test runner's deep reload: only the first import has the core."""
-    first, why, second, why_not, error = ran(TWICE, LOWTIDE_ENGINE="auto").splitlines()
+    first, why, second, why_not, error = ran_apart(TWICE, LOWTIDE_ENGINE="auto").stdout.splitlines()
     assert first == "compiled", why
     assert second == "python"
     assert "imported before in this process" in why_not
@@ -239,5 +226,5 @@ print(first, most)
 @needs_compiler
 def test_other_threads_run_while_much_is_made_of_little() -> None:
     """Of small arguments kernels take short, and keep Python's lock; but not all of them do."""
-    first, most = map(int, ran(MUCH_OF_LITTLE, LOWTIDE_ENGINE="compiled").split())
+    first, most = map(int, ran_apart(MUCH_OF_LITTLE, LOWTIDE_ENGINE="compiled").stdout.split())
     assert most > 10 * (first + 1)

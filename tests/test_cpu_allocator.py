@@ -8,7 +8,6 @@ import mmap
 import os
 import pickle
 import random
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import lowtide
+from apart import ran_apart
 from cpu_allocator import driver
 from lowtide import cpu_allocator
 from lowtide.compiled import build
@@ -344,7 +344,7 @@ for size in (500, 600, 700, 800, 1000, 1300):
     torch.empty(size << 20, dtype=torch.uint8)
 print(int(kept.sum()))
 """
-    assert fresh(program) == str(1 << 20)
+    assert ran_apart(program).stdout.strip() == str(1 << 20)
 
 
 def test_tensors_are_released_where_the_heap_is_full() -> None:
@@ -363,7 +363,7 @@ for index in range(0, 2000, 2):
     tensors[index] = None
 sys.stdout.write("released")
 """
-    assert fresh(program) == "released"
+    assert ran_apart(program).stdout.strip() == "released"
 
 
 def test_two_copies_of_lowtide_in_a_process() -> None:
@@ -386,7 +386,7 @@ second.remove()
 torch.ones(10), torch.ones(1 << 20)
 print(first.installed(), second.installed(), first.figures()["allocated"])
 """
-    assert fresh(program) == "False False 0"
+    assert ran_apart(program).stdout.strip() == "False False 0"
 
 
 def test_what_no_machine_has_is_refused_as_by_torch(allocator: lowtide.CPUAllocator) -> None:
@@ -539,17 +539,6 @@ def test_a_forked_process_has_its_own(allocator: lowtide.CPUAllocator) -> None:
 # ---------------------------------------------------------------------- refusals
 
 
-def fresh(program: str, **environment: str) -> str:
-    source = str(Path(lowtide.__file__).resolve().parent.parent)
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": source, **environment},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
 TRY = """
 import lowtide
 try:
@@ -560,7 +549,8 @@ except lowtide.UnsupportedError as error:
 
 
 def test_without_a_compiler(tmp_path: Path) -> None:
-    said = fresh(TRY, CXX="", PATH=str(tmp_path), LOWTIDE_CACHE=str(tmp_path))
+    nothing = str(tmp_path)
+    said = ran_apart(TRY, CXX="", PATH=nothing, LOWTIDE_CACHE=nothing).stdout.strip()
     assert said == (
         "lowtide.use_cpu_allocator cannot be used here: no C++ compiler was found (c++, g++, "
         "clang++ or $CXX). Leave it out: limits hold without it, and the process takes more."
@@ -611,7 +601,7 @@ used = lowtide.use_cpu_allocator(huge_pages=True)
 x = torch.ones(3 << 20, dtype=torch.uint8)
 print(used.memory_allocated(), used.memory_reserved(), int(x.sum()))
 """
-    assert fresh(program) == f"{3 << 20} {4 << 20} {3 << 20}"
+    assert ran_apart(program).stdout.strip() == f"{3 << 20} {4 << 20} {3 << 20}"
 
 
 @pytest.mark.parametrize("reserve", [0.5, "50%", -1, "some", True, torch.ones(2)])

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import lowtide
 from against_plain import counted
+from apart import ran_apart
 from lowtide import engine
 from lowtide._compat import devices
 from lowtide.compiled import build
@@ -650,16 +651,8 @@ REPORT = (
 
 
 def report(cache: Path, **environment: str) -> tuple[str, str]:
-    source = str(Path(lowtide.__file__).resolve().parent.parent)
-    done = subprocess.run(
-        [sys.executable, "-c", REPORT],
-        env={**os.environ, "PYTHONPATH": source, "LOWTIDE_ENGINE": "auto",
-             "LOWTIDE_CACHE": str(cache), **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    given = {"LOWTIDE_ENGINE": "auto", "LOWTIDE_CACHE": str(cache), **environment}
+    done = ran_apart(REPORT, **given)
     return done.stdout.strip(), done.stderr
 
 
@@ -798,15 +791,8 @@ def test_what_cannot_be_built_is_said_when_it_is_asked_for(tmp_path: Path) -> No
         "except lowtide.UsageError as error:\n"
         "    print(error)\n"
     )
-    source = str(Path(lowtide.__file__).resolve().parent.parent)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": source, "LOWTIDE_ENGINE": "compiled", "CXX": "",
-             "LOWTIDE_CACHE": str(tmp_path), "PATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )  # fmt: skip
+    nothing = str(tmp_path)
+    done = ran_apart(code, LOWTIDE_ENGINE="compiled", CXX="", LOWTIDE_CACHE=nothing, PATH=nothing)
     assert done.stdout.strip() == (
         "the compiled engine cannot be used here: no C++ compiler was found (c++, g++, clang++ or "
         "$CXX). Use the engine 'python' or 'auto': results are the same."

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
+from apart import ran_apart
 from instructions import avx2_workspaces, avx512_workspaces, exact_workspaces, tile_workspaces
 from lowtide import _compat
 from lowtide.kernels.recurrent import keeps_all_gates
@@ -424,14 +421,7 @@ def test_other_instructions_take_no_more_than_is_known() -> None:
 import test_instructions
 print("short:", test_instructions._compat.onednn_instructions(), test_instructions.shortfalls())
 """
-    run = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"ONEDNN_MAX_CPU_ISA": "SSE41"},
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    run = ran_apart(program, ONEDNN_MAX_CPU_ISA="SSE41")
     assert run.stdout.splitlines()[-1] == "short:  []"
 
 
@@ -460,13 +450,7 @@ def said_with_most(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[s
 
     def run() -> dict[str, list[str]]:
         given = {"ONEDNN_VERBOSE": "1", "ATEN_CPU_CAPABILITY": "default"}
-        run = subprocess.run(
-            [sys.executable, "-c", PROGRAM, *MOST],
-            env=os.environ | given,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        run = ran_apart(PROGRAM, *MOST, **given)
         _, *parts = run.stdout.split("most: ")
         return {most: lines for most, *lines in (part.splitlines() for part in parts)}
 

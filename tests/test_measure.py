@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -15,6 +12,7 @@ import pytest
 import torch
 
 import lowtide
+from apart import ran_apart
 from lowtide import _compat
 from lowtide.errors import LowtideError, UsageError
 from lowtide.measure import Measurement, measure
@@ -486,14 +484,7 @@ for _ in range(3):
     measure(lambda: held.clear() or os.write(2, b"the step's own line\\n"), device="cpu")
 assert "KINETO_LOG_LEVEL" not in os.environ
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert done.returncode == 0, done.stderr
+    done = ran_apart(program)
     assert done.stdout == ""
     lines = done.stderr.splitlines()
     assert lines[-3:] == ["the step's own line"] * 3

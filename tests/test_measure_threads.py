@@ -5,9 +5,6 @@ The threads here run in turns, so that each test controls where the others are.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +16,7 @@ import torch
 from torch import nn
 
 import lowtide
+from apart import ran_apart
 from lowtide import UsageError
 from lowtide.memory.events import MemoryEvents
 from once import on_one_recorder
@@ -187,14 +185,8 @@ for _ in range(2):
     thread.start()
     thread.join()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    done = ran_apart(program)
+    assert (done.stdout, done.stderr) == ("", "")
 
 
 def test_threads_that_come_and_go_at_once() -> None:

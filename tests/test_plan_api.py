@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
+from apart import ran_apart
 from by_hand import same
 from lowtide import BudgetError, DryRunWarning, Plan, UsageError, engine
 from lowtide.dryrun.run import Dry, dry_run
@@ -397,12 +396,7 @@ def test_the_same_step_gives_the_same_file(planned: Plan, tmp_path: Path) -> Non
     )
     here, there = tmp_path / "here", tmp_path / "there"
     planned.save(here)
-    subprocess.run(
-        [sys.executable, "-c", code, str(there)],
-        # here the seed of hashes is another one
-        env={**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(sys.path)},
-        check=True,
-    )
+    ran_apart(code, str(there), PYTHONHASHSEED="1")  # here the seed is another one
     assert here.read_bytes() == there.read_bytes()
 
 
@@ -756,16 +750,7 @@ assert first == second, [pair for pair in zip(first.ops, second.ops) if pair[0] 
 
 def test_the_first_dry_run_of_a_process_says_what_the_next_ones_do() -> None:
     """What is worked out once per operator must not make calls that are taken for the step's."""
-    source = str(Path(lowtide.__file__).resolve().parent.parent)
-    done = subprocess.run(
-        [sys.executable, "-c", TWICE],
-        env={**os.environ, "PYTHONPATH": source},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    ran_apart(TWICE)
 
 
 class Later(nn.Module):

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import pickle
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +22,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import lowtide
 from against_plain import WAYS, Way, check, counted, gradients, leaf, recorded
+from apart import ran_apart
 from by_hand import same
 from lowtide.loop import Loop
 from lowtide.step import current_recorder
@@ -560,14 +558,7 @@ assert len(expected) == 2 and all(map(torch.equal, expected, found))
 def test_a_process_that_is_forked_while_recording_does_not_record() -> None:
     """In a process of its own: a CUDA build of torch without a device starts backward's threads if
     fake tensors were used before the first one, and then refuses backward in forked processes."""
-    done = subprocess.run(
-        [sys.executable, "-c", _FORKING],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert done.returncode == 0, done.stderr
+    ran_apart(_FORKING)
 
 
 def test_a_copy_of_a_module_that_has_a_budget_has_one_that_begins_anew() -> None:

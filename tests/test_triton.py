@@ -5,11 +5,9 @@ It is no dependency of lowtide's: these run where it is installed.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from apart import ran_apart
 
 PROGRAM = """
 import torch
@@ -59,14 +57,6 @@ print(sorted(set(seen)))
 @pytest.mark.parametrize("recorder", ["python", "compiled"])
 def test_an_interpreted_kernel_that_works_in_place(recorder: str) -> None:
     pytest.importorskip("triton", exc_type=ImportError)
-    settings = {"TRITON_INTERPRET": "1", "LOWTIDE_ENGINE": recorder}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert not done.returncode, done.stderr
+    done = ran_apart(PROGRAM, TRITON_INTERPRET="1", LOWTIDE_ENGINE=recorder)
     assert "aten::cos" in done.stdout
     assert "aten::sin" in done.stdout

@@ -6,12 +6,8 @@ Rules of docs/semantics.md are cited by number.
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from apart import ran_apart
 from by_hand import Block, Flagged, net, same, step
 from lowtide.errors import UncountedWarning, UsageError
 from lowtide.modules import ActivationCheckpointWrapper, is_checkpointed
@@ -311,8 +308,4 @@ def test_importing_modules_loads_no_integration() -> None:
         "print([m for m in ('monai', 'transformers', 'lightning', 'torch._dynamo') "
         "if m in sys.modules])"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(lowtide.__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
-    )
-    assert done.stdout.strip() == "[]"
+    assert ran_apart(code).stdout.strip() == "[]"

@@ -27,7 +27,7 @@ from lowtide.planner.polish import Polish
 from lowtide.planner.relaxed import PriceWith
 from lowtide.planner.simulate import Compiled, Lists, Simulator
 from lowtide.replay import unpack
-from lowtide.tape import generators
+from lowtide.tape import generators, leafstates, watch
 from lowtide.tape.recorder import Recorder
 from lowtide.tape.tape import Tape
 from lowtide.tape.values import Ref
@@ -300,13 +300,17 @@ def _load_or_say_why(path: Path) -> None:
 def _load(path: Path) -> None:
     if _choice.compiled is not None:
         return
-    from lowtide.compiled.recorder import recorder_class
+    from lowtide.compiled.recorder import catch_higher_order, recorder_class
 
     core: Any = build.load(path, build.MODULE)
     if core.Ref is not Ref:  # Python loads such a module once, and it knows that import's classes
         raise ImportError("lowtide was imported before in this process, and that import has it")
     _compat.use_recorder_key(core.KEY)
     _compat.ask_whether_current(core.is_current)
+    _compat.compare_counters_with(core.same_counter)
     generators.copy_with(core.copy_generator)
+    watch.use(core.watched)
+    leafstates.use(core.leaf_states)
+    catch_higher_order(core)
     _choice.core = core
     _choice.compiled = recorder_class(core)

@@ -107,8 +107,8 @@ class FittedBudget(Removable):
     def __init__(
         self,
         limit: int | float | str | Plan,
-        device: torch.device | str | None = None,
-        group: Any = None,
+        device: torch.device | str | None,
+        group: Any,
     ) -> None:
         self._asked = limit, device, group
         self._budget = _ForwardBudget(limit, device=device, group=group)

@@ -233,10 +233,7 @@ class Loop:
                 self.unrecorded.idling.ended()
             elif idled and isinstance(error, torch.OutOfMemoryError):
                 self.unrecorded.idling.ran_out()
-            known = self.settling.known_refusal(decisions) if error is None and not idled else None
-            if isinstance(error, RuntimeError) and _compat.torchscripts(error):
-                known = self.settling.halfway  # TorchScript replaces Python's errors by its own
-            self.settling.halfway = None
+            known = self.settling.refusal(decisions, error)
             if early and known is None:
                 decisions.early = True
             elif error is not None or known is not None:  # half a step teaches nothing

@@ -61,9 +61,7 @@ class CheckpointedModules(Removable):
         names: the qualified names of the modules.
     """
 
-    def __init__(
-        self, names: Sequence[str], restores: Sequence[Restore], description: str = ""
-    ) -> None:
+    def __init__(self, names: Sequence[str], restores: Sequence[Restore], description: str) -> None:
         self.names: tuple[str, ...] = tuple(names)
         self._restores = tuple(restores)
         self._description = description

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import astuple, replace
@@ -22,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import lowtide
+from apart import ran_apart
 from lowtide import engine
 from lowtide.errors import UsageError
 from lowtide.planner import (
@@ -293,18 +291,8 @@ def test_same_plan_in_another_process(core: Any) -> None:
         "found = solve(graph, limit_at(TIGHT[1], graph), polish_with=engine.annealing());"
         "assert found.method == 'annealing'; print(found.plan.retain)"
     )
-    there = subprocess.run(
-        [sys.executable, "-c", code],
-        env={
-            **os.environ,
-            "PYTHONHASHSEED": "1",  # here it is another one
-            "LOWTIDE_ENGINE": "compiled",
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        },
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    # Here the seed is another one.
+    there = ran_apart(code, PYTHONHASHSEED="1", LOWTIDE_ENGINE="compiled").stdout
     graph = dry_graph()
     here = solve(graph, limit_at(TIGHT[1], graph), polish_with=engine.annealing())
     assert there == f"{here.plan.retain}\n"
@@ -320,9 +308,5 @@ def test_whoever_only_plans_has_nothing_built(tmp_path: Path) -> None:
         "assert engine.annealing() is None\n"
         "assert engine._choice.building is None\n"
     )
-    environment = {**os.environ, "LOWTIDE_ENGINE": "auto", "LOWTIDE_CACHE": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert ran_apart(code, LOWTIDE_ENGINE="auto", LOWTIDE_CACHE=str(tmp_path)).stderr == ""
     assert not list(tmp_path.iterdir())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -28,6 +26,7 @@ from graphs import (
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from apart import ran_apart
 from lowtide.planner import (
     HOLD,
     Graph,
@@ -318,14 +317,9 @@ def test_same_graph_same_plan() -> None:
 
 def test_same_plan_in_another_process() -> None:
     # Sets of ids must not let the hash seed of a process into a plan.
-    there = subprocess.run(
-        [sys.executable, "-c", "from test_solve import some_plans; print(some_plans())"],
-        env={"PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(sys.path)},  # here it is another one
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert there == f"{some_plans()}\n"
+    code = "from test_solve import some_plans; print(some_plans())"
+    there = ran_apart(code, PYTHONHASHSEED="1")  # here it is another one
+    assert there.stdout == f"{some_plans()}\n"
 
 
 def some_plans() -> list[object]:
@@ -345,11 +339,4 @@ def test_importing_the_planner_needs_only_the_standard_library() -> None:
         "import lowtide.planner;"
         "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy', 'scipy')])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONPATH": ":".join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == "[]"
+    assert ran_apart(code).stdout.strip() == "[]"

@@ -3,9 +3,10 @@
 What the engine needs is exported here: layers of the dispatcher (`dispatch`), what tensors consist
 of (`tensors`), autograd's graph (`autograd`) and the views in it (`views`), what becomes of leaves'
 gradients (`leafgrads`), torch.compile (`dynamo`), autocast inside kernels (`casting`), the
-accelerator (`devices`), modules (`modules`). What few files need is imported from its own file:
-tensors without memory (`fakes`), global state that operators read (`switches`), allocations
-(`profiling`), compiled code (`partitioner`).
+accelerator (`devices`), the CPU's kernels (`kernels`), modules (`modules`). What few files need is
+imported from its own file: tensors without memory (`fakes`), global state that operators read
+(`switches`), allocations (`profiling`), wrappers for several processes (`sharding`), Triton
+(`launches`), compiled code (`partitioner`, `lowered`, `symbolic`).
 
 Problem: an engine below autograd needs names that torch does not promise to keep. Invariant: no
 other file in the package uses one; each is here with its reason, and with what would make it

@@ -295,9 +295,7 @@ def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _exclude(_NEGATIVE, True)
 
 
-# The key of the compiled recorder has no name in Python; only `compiled/recorder.h` uses it.
-
-
+# The compiled recorder's key, `KEY` in `compiled/facts.h`, has no name in Python.
 _before_modes = False
 
 

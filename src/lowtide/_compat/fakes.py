@@ -1,9 +1,10 @@
 """Fake tensors: shapes without memory.
 
 Problem: a step that does not fit is planned on shapes, and torch documents fake tensors only as an
-idea behind torch.compile. Invariant: as in `lowtide._compat`, of which this is the part that a dry
-run uses. All of it is unnecessary when torch documents a way to run a program on shapes. Imports
-torch. Rejected: shape functions of our own, which would cover only some of torch's operators.
+idea behind torch.compile. Invariant: as in `lowtide._compat`, of which this is the part that dry
+runs use, and what has to tell a fake tensor from a real one. All of it is unnecessary when torch
+documents a way to run a program on shapes. Imports torch. Rejected: shape functions of our own,
+which would cover only some of torch's operators.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Problem: exact bytes on the CPU come from the profiler's C++ side, whose Python front end collects
 far more than allocations. Invariant: as in `lowtide._compat`, of which this is the part that
-`lowtide.memory.events` and `lowtide.tracing` use. Imports autograd and torch. Rejected:
-`torch.profiler`, at a hundred times the cost.
+`lowtide.memory` and `lowtide.tracing` use. Imports autograd and torch. Rejected: `torch.profiler`,
+at a hundred times the cost.
 """
 
 from __future__ import annotations
@@ -176,9 +176,8 @@ def stop_memory_profiler() -> list[Any]:
 
 # --- what the CUDA allocator did ----------------------------------------------------------------
 
+
 # What memory_viz opens; torch documents these names, but with an underscore.
-
-
 @contextlib.contextmanager
 def cuda_history() -> Iterator[None]:
     """While this is open, the CUDA allocator records every block and its stack trace."""

@@ -205,9 +205,7 @@ def first_view(tensor: torch.Tensor) -> tuple[int | None, torch.Tensor | None]:
     return int(found._sequence_nr()), leaf if isinstance(leaf, torch.Tensor) else None
 
 
-def gradient_through_views(
-    tensor: torch.Tensor, expanded: Collection[int] = ()
-) -> tuple[bool, bool]:
+def gradient_through_views(tensor: torch.Tensor, expanded: Collection[int]) -> tuple[bool, bool]:
     """How the gradient of a tensor that is read through views of the whole reaches their base, if
     it is contiguous as it is read, but for the dimensions along which it is `expanded`: whether a
     view copies it on the way, because it cannot be divided or joined as it lies in memory, and

@@ -142,34 +142,7 @@ def changes(subject: Study) -> tuple[Change, ...]:
     if not plain:
         return ()
     half = plain // 2
-    found = []
-    for share in SHARES:
-        try:
-            plan = subject.plan(share)
-        except BudgetError:
-            continue
-        found.append(
-            Change(
-                f"a limit of {share:.0%} of the plain peak",
-                f"with lowtide.budget({share}): around forward and loss",
-                plan.peak,
-                plan.overhead,
-            )
-        )
-    reached = any(change.peak <= half for change in found)
-    least = plain if reached else subject.plain.minimum_peak  # takes a search: only if needed
-    if least < plain:
-        limit_bytes = subject.smallest
-        with contextlib.suppress(BudgetError):
-            plan = subject.plan(limit_bytes)
-            found.append(
-                Change(
-                    "a limit just above the smallest that can be kept",
-                    f"with lowtide.budget({limit_bytes}): around forward and loss",
-                    plan.peak,
-                    plan.overhead,
-                )
-            )
+    found = _by_limits(subject, half)
     if subject.halved is not None:
         h = subject.halved
         found.append(Change("half the batch", f"{h.half} instead of {h.size}", h.peak, None))
@@ -190,3 +163,21 @@ def changes(subject: Study) -> tuple[Change, ...]:
         ordered.remove(nearest)
         ordered.insert(0, nearest)
     return tuple(ordered)
+
+
+def _by_limits(subject: Study, half: int) -> list[Change]:
+    """The usual shares of the plain peak, and the smallest limit if none of them halves it."""
+    found = []
+
+    def add(limit: float, what: str) -> None:
+        with contextlib.suppress(BudgetError):
+            plan = subject.plan(limit)
+            how = f"with lowtide.budget({limit}): around forward and loss"
+            found.append(Change(what, how, plan.peak, plan.overhead))
+
+    for share in SHARES:
+        add(share, f"a limit of {share:.0%} of the plain peak")
+    none_halves_it = all(change.peak > half for change in found)
+    if none_halves_it and subject.plain.minimum_peak < subject.plain.peak:  # this takes a search
+        add(subject.smallest, "a limit just above the smallest that can be kept")
+    return found

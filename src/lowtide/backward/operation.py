@@ -219,7 +219,7 @@ def _astray(gradients: Iterable[torch.Tensor | None], wanted: list[torch.Tensor]
 class _AsReal(Counting):
     """Writes in place where the backward of real tensors does."""
 
-    def __init__(self, device: str | None = None) -> None:
+    def __init__(self, device: str) -> None:
         super().__init__(device)
         self._filled = Filled()
 

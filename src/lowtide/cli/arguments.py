@@ -1,8 +1,8 @@
 """The arguments that verbs share, and what becomes of them.
 
 Problem: every verb takes a target, most a limit, and all must read them alike. Invariant: a limit
-on the command line means what it means in Python, text included. Imports target, limits, study.
-Rejected: a parent parser, which hides from a verb's own file what it takes.
+on the command line means what it means in Python, text included. Imports target, limits, study,
+trials. Rejected: a parent parser, which hides from a verb's own file what it takes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from lowtide.analysis.study import Study, study
 from lowtide.cli.progress import Progress
 from lowtide.cli.target import Target, load
 from lowtide.errors import BudgetError, LowtideWarning
+from lowtide.export.trials import Tried, try_steps
 from lowtide.limits import exact_bytes, parse_limit
 from lowtide.plans import Plan
 
@@ -131,6 +132,34 @@ def study_of(
             ),
         )
     return found
+
+
+def trials_of(
+    target: Target,
+    progress: Progress,
+    subject: Study,
+    plan: Plan | None,
+    *,
+    steps: int,
+    plain: bool,
+) -> Tried:
+    """Real steps of the target, see `try_steps`."""
+    tried: Tried = running(
+        target,
+        progress,
+        lambda: try_steps(
+            target.function,
+            target.args,
+            target.kwargs,
+            plan,
+            subject.plain.peak,
+            steps=steps,
+            plain=plain,
+            own_backward=subject.ledger.own_backward,
+            tell=progress.stage,
+        ),
+    )
+    return tried
 
 
 def running(target: Target, progress: Progress, call: Callable[[], Any]) -> Any:

@@ -13,7 +13,6 @@ import shutil
 import sys
 import threading
 import time
-from types import TracebackType
 from typing import TextIO
 
 _PATIENCE = 1.0
@@ -51,12 +50,7 @@ class Progress:
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._over.set()
         if self._thread is not None:
             self._thread.join()

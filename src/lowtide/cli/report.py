@@ -16,7 +16,7 @@ from lowtide.cli.target import Target
 from lowtide.dryrun.found import Found
 from lowtide.explain import Explanation, explain_study
 from lowtide.export.document import document
-from lowtide.export.trials import Tried, device_of, fits, try_steps
+from lowtide.export.trials import Tried, device_of, fits
 from lowtide.page import page
 
 
@@ -66,19 +66,4 @@ def _trials(subject: Study, told: Explanation, target: Target, progress: Progres
     plain = fits(subject.plain.peak, device)
     if told.plan is None or not (plain or fits(told.plan.peak, device)):
         return Tried()
-    tried: Tried = common.running(
-        target,
-        progress,
-        lambda: try_steps(
-            target.function,
-            target.args,
-            target.kwargs,
-            told.plan,
-            subject.plain.peak,
-            steps=2,
-            plain=plain,
-            own_backward=subject.ledger.own_backward,
-            tell=progress.stage,
-        ),
-    )
-    return tried
+    return common.trials_of(target, progress, subject, told.plan, steps=2, plain=plain)

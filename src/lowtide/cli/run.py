@@ -2,7 +2,7 @@
 
 Problem: how far a prediction is off shows only on the machine itself. Invariant: what is printed as
 measured was counted; an exceeded limit is reported and gives exit status 1; if a plan is refused,
-the plain step still shows how good the predictions behind the refusal were. Imports trials.
+the plain step still shows how good the predictions behind the refusal were. Imports document.
 Rejected: training: parameters are not updated, only forward and backward run.
 """
 
@@ -17,7 +17,6 @@ from lowtide.cli.output import show, show_json
 from lowtide.cli.progress import Progress
 from lowtide.errors import BudgetError, UsageError
 from lowtide.export.document import Trial
-from lowtide.export.trials import Tried, try_steps
 from lowtide.limits import format_bytes
 from lowtide.plans import Plan
 from lowtide.texttable import table
@@ -49,20 +48,9 @@ def main(arguments: argparse.Namespace) -> None:
             if arguments.no_plain:
                 raise
             refused = error
-        tried: Tried = common.running(
-            target,
-            progress,
-            lambda: try_steps(
-                target.function,
-                target.args,
-                target.kwargs,
-                plan,
-                subject.plain.peak,
-                steps=arguments.steps,
-                plain=not arguments.no_plain,
-                own_backward=subject.ledger.own_backward,
-                tell=progress.stage,
-            ),
+        plain = not arguments.no_plain
+        tried = common.trials_of(
+            target, progress, subject, plan, steps=arguments.steps, plain=plain
         )
     trials = tried.trials
     refused = refused or tried.refused

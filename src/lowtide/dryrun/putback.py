@@ -54,7 +54,7 @@ class Saved:
         """Note what is in a container, and in the containers and objects in it."""
         if not depth or isinstance(part, ATOMS) or id(part) in seen:
             return
-        items: list[Any] = []
+        items: list[Any]
         if isinstance(part, dict):
             items = list(part.values())
             self._dicts.append((part, dict(part)))

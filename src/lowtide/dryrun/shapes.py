@@ -4,7 +4,7 @@ Problem: torch examines every argument of every call on fake tensors in Python, 
 millisecond; ten thousand operations and their backward take half a minute. Invariant: the fast path
 is used only for simple calls on fake tensors of one device, and only for operators on which it gave
 exactly torch's own result (sizes, strides, dtypes, storages) on their first calls; everything else
-takes torch's path. Imports `_compat`, lengths and quick. Rejected: meta tensors in place of fake
+takes torch's path. Imports `_compat`, lengths and kernels. Rejected: meta tensors in place of fake
 ones, for which torch and user code choose other operators than for the intended device.
 """
 

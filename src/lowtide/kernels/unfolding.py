@@ -97,30 +97,14 @@ def runs_itself(args: Sequence[Any], device: str) -> bool:
     return unfolded(args[0], args[1], device, options_of(args, backward=False))
 
 
-def unfolded_workspace(
-    source: torch.Tensor,
-    weight: torch.Tensor,
-    out: int,
-    options: Options,
-    back: bool,
-    passes: bool = False,
-    biased: bool = False,
-) -> int:
-    """Bytes of a convolution that torch runs itself, besides its results and copies of its tensors.
-
-    Args:
-        source: its input.
-        weight: its parameter.
-        out: bytes of its forward's result.
-        options: stride, dilation and so on.
-        back: whether this is its backward.
-        passes: whether the backward makes a gradient of the input.
-        biased: whether the forward adds a bias, or the backward makes its gradient.
-    """
+def unfolded_workspace(call: Convolved) -> int:
+    """Bytes of a convolution that torch runs itself, besides its results and copies of its
+    tensors."""
+    source, weight, out, options, given, passes, biased = call
+    back = given is not None
     batch, volume, spatial = source.shape[0], source.dim() == 5, math.prod(weight.shape[2:])
     dilated, groups = max(options.dilation) > 1, options.groups
     parameter, into = nbytes(weight), nbytes(source)
-    images = batch
     if options.transposed:
         points = math.prod(source.shape[2:]) * source.element_size()
         images = 1 if volume or back else batch

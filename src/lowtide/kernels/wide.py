@@ -55,10 +55,10 @@ def wide_workspace(call: Convolved) -> int:
 
 def _of_torch(call: Convolved) -> int:
     """What torch takes that runs the convolution itself."""
-    source, weight, out, options, given, passes, biased = call
-    taken = unfolded_workspace(source, weight, out, options, given is not None, passes, biased)
+    source, weight = call.source, call.weight
+    taken = unfolded_workspace(call)
     if runs_last(source, weight) and source.dim() == 4:
-        taken += 0 if _pointwise(weight, max(options.stride)) else nbytes(weight)
+        taken += 0 if _pointwise(weight, max(call.options.stride)) else nbytes(weight)
     return taken
 
 

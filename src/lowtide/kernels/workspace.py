@@ -126,7 +126,7 @@ def _convolution(
         return cuda.convolution(source, weight, options, made, backward=backward)
     if unfolded(source, weight, source.device.type, options):
         copied = 0 if source.is_contiguous() else bytes_of(source) + bytes_of(weight)
-        return copied + unfolded_workspace(source, weight, made, options, False)
+        return copied + unfolded_workspace(Convolved(source, weight, made, options))
     channels_out = channels_made(weight, options)
     blocked = padded(made, channels_out)
     if source.shape[1] >= _NARROW or source.requires_grad:

@@ -34,16 +34,12 @@ _ROOM_FOR_REST = 50  # after this many operations, half of the live bytes is add
 
 
 class Settling:
-    """The part of a budget that deals with steps that are not as planned.
-
-    Attributes:
-        halfway: what the forward that runs was refused with.
-    """
+    """The part of a budget that deals with steps that are not as planned."""
 
     def __init__(self, knows: Knowledge) -> None:
         self._knows, self._allowance, self._refused = knows, knows.allowance, knows.refused
         self._rests = Rests()
-        self.halfway: BudgetError | None = None
+        self._halfway: BudgetError | None = None  # what the forward that runs was refused with
 
     # ------------------------------------------------------------------ when backward begins
 
@@ -220,36 +216,32 @@ class Settling:
             before -= self._knows.compared.nbytes
             if not self._knows.compared.nbytes or live + need <= limit - before:
                 return
-        later = sum(nbytes for _, nbytes in observer.leaves.gradients.values())
-        if observer.last_save:
-            graph = sparingly(observer, lambda: graph_of(observer))
-            found = from_held(forward_over(graph, ()), set(), 0).result.peak
-            later = max(later, min(found, minimum(graph).peak))
-        gradients = 0 if model is None else observer.leaves.to_come(model)
-        count = len(observer.ops)
-        # The less is known, the more is added: else each retry gets a few operations further.
-        rest = live * _ROOM_FOR_REST // (_ROOM_FOR_REST + count) + gradients + before
-        share = 1 - margins.MODELLED
-        # What the operation itself takes is known, and no model's margin is left free for it.
-        named = max(int((live + rest) / share) + need, int((later + rest) / share))
-        least = max(live + need, later) + gradients + before
+        besides = before + (0 if model is None else observer.leaves.to_come(model))
+        least, named = _least_and_named(observer, live, need, besides)
         refused = too_small(
             name,
             limit=limit,
             live=live,
             need=need,
-            count=self._knows.compared.calls + count,
+            count=self._knows.compared.calls + len(observer.ops),
             least=least,
             named=named,
             before=before,
         )
-        self.halfway = refused.again()
+        self._halfway = refused.again()
         try:
             raise refused
         finally:
             del refused  # otherwise its traceback and this frame would hold each other
 
     # ------------------------------------------------------------------ what is known
+
+    def refusal(self, decisions: StepDecisions, error: BaseException | None) -> BudgetError | None:
+        """The refusal of a step whose forward has ended, or was ended by `error`."""
+        halfway, self._halfway = self._halfway, None
+        if isinstance(error, RuntimeError) and _compat.torchscripts(error):
+            return halfway  # TorchScript replaces Python's errors by its own
+        return None if error is not None or decisions.idle else self.known_refusal(decisions)
 
     def known_refusal(self, decisions: StepDecisions) -> BudgetError | None:
         """The refusal of a step that was measured before and that no plan can fit."""
@@ -263,6 +255,22 @@ class Settling:
         observer.leaves.look_again()  # gradients may have been cleared after the forward
         gradients = observer.leaves.gradients
         return self._refused.of(decisions.seen, decisions.calls, gradients, observer.before)
+
+
+def _least_and_named(observer: Observer, live: int, need: int, besides: int) -> tuple[int, int]:
+    """What a forward takes at least that was cut short, and a limit that should suffice for it.
+    `besides`: what is there in any case."""
+    later = sum(nbytes for _, nbytes in observer.leaves.gradients.values())
+    if observer.last_save:
+        graph = sparingly(observer, lambda: graph_of(observer))
+        found = from_held(forward_over(graph, ()), set(), 0).result.peak
+        later = max(later, min(found, minimum(graph).peak))
+    # The less is known, the more is added: else each retry gets a few operations further.
+    rest = live * _ROOM_FOR_REST // (_ROOM_FOR_REST + len(observer.ops)) + besides
+    share = 1 - margins.MODELLED
+    # What the operation itself takes is known, and no model's margin is left free for it.
+    named = max(int((live + rest) / share) + need, int((later + rest) / share))
+    return max(live + need, later) + besides, named
 
 
 def _releases(prepared: Prepared | None) -> bool:

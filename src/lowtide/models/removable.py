@@ -9,7 +9,6 @@ would say the same for itself.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from torch import nn
@@ -32,12 +31,7 @@ class Removable(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.remove()
 
     if not TYPE_CHECKING:  # a type checker knows that neither is there, and says so

@@ -2,8 +2,8 @@
 
 Problem: a leaf's gradient exists from the backward of its last reader (which backward reaches
 first) to the end of the step, and is not the result of any operation. Invariant: leaves are known
-by weak references and by identity; only gradients that do not exist yet are counted. Imports seen
-and the tape's table. Rejected: going through a model's parameters, which shows neither what a step
+by weak references and by identity; only gradients that do not exist yet are counted. Imports
+`_compat` and sharded. Rejected: going through a model's parameters, which shows neither what a step
 reads nor leaves that are not parameters.
 """
 

@@ -193,13 +193,11 @@ class Lives:
     def dropped(self, value: Value) -> None:
         """`value` is dropped. While the program still has its memory, that counts as if the tape
         held it."""
-        number = value.number
+        number, nbytes = value.number, value.nbytes
         assert value.held is not None
 
-        def gone(_: Any, nbytes: int = value.nbytes) -> None:
-            if self._named.pop(number, None) is not None:
-                self.evicted[number] = len(self.ops)
-                self._lost(number, nbytes)
+        def gone(_: Any) -> None:
+            self.overwritten(number, nbytes)
 
         self.evicted[number] = len(self.ops)
         self._named[number] = weakref.ref(value.held.untyped_storage(), gone)

@@ -33,6 +33,31 @@ _SCALARS = 256  # bytes, by which a loss made of numbers and its backward may ri
 
 def rebuild(seen: Observer) -> Graph:
     """The step as a graph. Before backward, its events are predicted from the saves."""
+    values, stays = _value_nodes(seen)
+    sizes = [value.nbytes for value in values]
+    ops = _op_nodes(seen, sizes, stays)
+    externals = found_externals(seen)
+    if seen.requests and seen.timeline:
+        events = measured_events(seen, sizes, externals)
+        turn = _turn(seen, sizes, stays, sum(each.nbytes for each in externals if each.cut))
+        return with_externals(Graph(values, ops, events, turn), externals)
+    if seen.timeline:
+        return Graph(values, ops, (), _turn(seen, sizes, stays))
+    asked = [(request.value, request.operation) for request in seen.requests] or None
+    backward = modelled_events(seen, sizes, asked)
+    if asked is None:
+        seen.to_come = [(a.value, UNKNOWN if a.custom else a.nodes) for a in backward.order]
+        reached = [asked.low for asked in backward.order]
+        externals = [_released(each, reached) if each.pending else each for each in externals]
+    events = backward.events
+    if asked is not None:
+        pairs = zip(events, following(seen.requests, seen.backwards), strict=True)
+        events = tuple([replace(event, more=more) for event, more in pairs])
+    return with_externals(Graph(values, ops, events), externals)
+
+
+def _value_nodes(seen: Observer) -> tuple[tuple[ValueNode, ...], list[int]]:
+    """The values, and the last operation of the forward during which each is in memory."""
     count = recorded(seen)
     sizes, producers = [0] * count, [-1] * count
     for index, log in enumerate(seen.ops):
@@ -62,25 +87,7 @@ def rebuild(seen: Observer) -> Graph:
         )
         for number, (nbytes, producer) in enumerate(zip(sizes, producers, strict=True))
     )
-    ops = _op_nodes(seen, sizes, stays)
-    externals = found_externals(seen)
-    if seen.requests and seen.timeline:
-        events = measured_events(seen, sizes, externals)
-        turn = _turn(seen, sizes, stays, sum(each.nbytes for each in externals if each.cut))
-        return with_externals(Graph(values, ops, events, turn), externals)
-    if seen.timeline:
-        return Graph(values, ops, (), _turn(seen, sizes, stays))
-    asked = [(request.value, request.operation) for request in seen.requests] or None
-    backward = modelled_events(seen, sizes, asked)
-    if asked is None:
-        seen.to_come = [(a.value, UNKNOWN if a.custom else a.nodes) for a in backward.order]
-        reached = [asked.low for asked in backward.order]
-        externals = [_released(each, reached) if each.pending else each for each in externals]
-    events = backward.events
-    if asked is not None:
-        pairs = zip(events, following(seen.requests, seen.backwards), strict=True)
-        events = tuple([replace(event, more=more) for event, more in pairs])
-    return with_externals(Graph(values, ops, events), externals)
+    return values, stays
 
 
 def _released(external: External, reached: list[int]) -> External:

@@ -9,10 +9,13 @@ dozen fields.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from reprlib import repr as brief  # of a value that may be a whole file
-from typing import Any
+from typing import Any, TypeVar
 
 from lowtide.errors import UsageError
+
+T = TypeVar("T")
 
 _MOST = 2**53  # bytes, places and counts are far below; compiled code adds them up in 64 bits
 
@@ -41,6 +44,11 @@ def rows(data: dict[str, Any], key: str, width: int) -> list[list[Any]]:
     ):
         raise UsageError(f"damaged document: {key!r} must be a list of rows of {width} fields")
     return rows
+
+
+def at_places(data: dict[str, Any], key: str, read: Callable[[object], T]) -> dict[int, T]:
+    """What stands at some places: rows of a place and what `read` reads."""
+    return {whole(place): read(item) for place, item in rows(data, key, 2)}
 
 
 def is_whole(item: object) -> bool:

@@ -1,6 +1,7 @@
 """Maximum flow, and the minimum cut it proves, on graphs of a few thousand arcs.
 
-Problem: the planner's cuts are solved many times for capacities that only grow, in plain Python.
+Problem: the planner's cuts are solved many times for capacities that only grow, and in plain Python
+where there is no compiled core.
 
 Invariant: capacities and flows are integers, so the cut is exact and the same on every machine.
 A flow stays feasible while capacities grow: `maximise` continues from the current flow.

@@ -307,14 +307,11 @@ class Graph:
     def from_json(text: str) -> Graph:
         """Read what `to_json` wrote. Anything else is a `UsageError`; nothing is executed."""
         data = fields.read_document(text, FORMAT, VERSION)
-        overwritten = frozenset(fields.ids(data.get("overwritten", [])))
-        owned = frozenset(fields.ids(data.get("owned", [])))
-        rows = fields.rows({"cut": data.get("cut", [])}, "cut", 2)
-        cut = {fields.whole(value): fields.whole(until) for value, until in rows}
-        rows = fields.rows({"forgotten": data.get("forgotten", [])}, "forgotten", 2)
-        forgotten = {fields.whole(value): fields.whole(until) for value, until in rows}
-        rows = fields.rows({"overwrites": data.get("overwrites", [])}, "overwrites", 2)
-        overwrites = {fields.whole(index): fields.ids(written) for index, written in rows}
+        overwritten = frozenset(fields.ids(data.get("overwritten")))
+        owned = frozenset(fields.ids(data.get("owned")))
+        cut = fields.at_places(data, "cut", fields.whole)
+        forgotten = fields.at_places(data, "forgotten", fields.whole)
+        overwrites = fields.at_places(data, "overwrites", fields.ids)
         values = tuple(
             ValueNode(
                 fields.whole(row[0]),

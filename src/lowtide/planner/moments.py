@@ -12,8 +12,8 @@ the cut exceeds the room.
 
 Imports: `lowtide.planner.cut`, `lowtide.planner.flow`, `lowtide.planner.simulate`.
 
-Rejected: a linear program, to whose optimum this bound converges, but which needs a solver as a
-dependency.
+Rejected: a linear program, to whose optimum this bound converges, but which needs a solver: a
+dependency, or the compiled core (`relaxed`).
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 Problem: a recorder sees an operator overload and must know, at once, whether it makes memory,
 writes memory, draws random numbers, or does something that must not happen twice. Invariant:
-this is the only file that knows facts about particular operators; each exception has its reason,
-and a test. Facts are computed once per overload from its schema and tags. Imports _compat.
-Rejected: a hand-written table of all operators, which is wrong for the next release.
+facts about particular operators that recording and replaying depend on are in this file only, each
+exception with its reason and a test (what operators cost and use besides is in `kernels`). Facts
+are computed once per overload from its schema and tags. Imports _compat. Rejected: a hand-written
+table of all operators, which is wrong for the next release.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ _BOUNDED = frozenset(
         "_prelu_kernel", "nll_loss_forward", "mse_loss", "convolution",
     )
 )  # fmt: skip
-_BOUNDING = {getattr(torch.Tag, name, None) for name in ("pointwise", "reduction")}
+_BOUNDING = {torch.Tag.pointwise, torch.Tag.reduction}
 
 
 class Facts:
@@ -250,74 +251,77 @@ class Facts:
 
     def __init__(self, func: Any) -> None:
         self.func = self.with_generator = func
+        # As of a higher-order operator, which has no schema: its body is Python, run as it is.
+        self.name = str(func)
+        self.opaque = self.has_bodies = self.foreign = self.makes = True
+        self.added = self.handed = self.tried_out = self.view = self.simple = False
+        self.blank = self.constant = self.placing = self.chunks = self.unversioned = False
+        self.random = self.ambient = self.lazy_bits = self.grows = self.places = False
+        self.generator: int | str | None = None
+        self.statistics: tuple[int, int, int] | None = None
+        self.writes: tuple[int | str, ...] = ()
+        self.fills: frozenset[int | str] = frozenset()
+        self.fills_saved: int | None = None
         schema = _compat.schema_if_any(func)
-        if schema is None:  # a higher-order operator: its body is Python, run as it is
-            self.name = str(func)
-            self.lazy_bits = False
-            self.view = self.random = self.blank = self.constant = False
-            self.generator: int | str | None = None
-            self.placing = self.ambient = self.simple = self.chunks = False
-            self.places = self.grows = False
-            self.unversioned = self.tried_out = self.added = False
-            self.makes = True
-            self.fills: frozenset[int | str] = frozenset()
-            self.fills_saved: int | None = None
-            self.opaque = self.has_bodies = self.foreign = True
-            self.handed = False
-            self.writes: tuple[int | str, ...] = ()
-            self.statistics: tuple[int, int, int] | None = None
-            return
-        self.name = schema.name
-        self.has_bodies = False
-        self.lazy_bits = schema.name in ("aten::_conj", "aten::_neg_view")
+        if schema is not None:
+            self._read(schema)
+
+    def _read(self, schema: Any) -> None:
+        """Take the facts from an operator's schema and tags."""
         namespace, _, base = schema.name.partition("::")
-        self.writes = _written_arguments(schema)
+        self.name, self.has_bodies = schema.name, False
         # Those of the other namespaces that Python code has added are torch's: all of `prims`.
         self.added = namespace == "aten" and _compat.added_in_python(schema)
-        self.foreign, self.handed = namespace not in PURE_NAMESPACES, False
+        self.foreign = namespace not in PURE_NAMESPACES
         declared = schema.name in _declared
         self.opaque = (self.foreign and not declared) or schema.name in _NEVER_REPLAYED
         self.opaque = self.opaque or self.added
         self.tried_out = schema.name in _TRIED_OUT and torch.version.hip is None
-        self.makes = any(r.alias_info is None for r in schema.returns)
-        self.view = not self.writes and not self.opaque and _returns_only_aliases(schema)
-        self.view = self.view or schema.name in _UNDECLARED_VIEWS
-        if schema.name == _TELLS_THE_ALLOCATOR:
-            self.view, self.writes = True, ()
-        # A declared one may draw from a default generator without saying so, as dropout inside of
-        # an attention kernel does.
-        self.random = torch.Tag.nondeterministic_seeded in func.tags or declared
-        self.generator = None
-        if self.random and schema.name.startswith("aten::"):  # others may draw from any besides
-            self.with_generator, self.generator = _with_generator(func, schema)
+        self._read_aliases(schema)
+        self._read_writes(schema, base)
         makes = not any("Tensor" in str(a.type) for a in schema.arguments) or base.endswith("_like")
         makes = makes or base.startswith("new_")
         self.blank = base in _BLANK
         self.constant = base in CONSTANTS and makes
-        self.placing = base in _PLACING
-        self.unversioned = base.startswith("_fused_") and bool(self.writes) and not schema.returns
-        self.chunks = schema.name in _CHUNKS
-        fills: set[int | str] = {where for where in self.writes if isinstance(where, str)}
-        self.fills_saved = _FILLS_SAVED.get(base)
-        if base in _OVERWRITING:
-            fills.add(0)
-        if self.fills_saved is not None:
-            fills.add(self.fills_saved)
-        self.fills = frozenset(fills)
-        self.statistics = _HIDDEN_STATISTICS.get(schema.name) or _DECLARED_STATISTICS.get(
-            schema.name
-        )
-        if schema.overload_name == "no_stats":
-            self.statistics = None
+        self.grows = schema.name not in _BOUNDED and _BOUNDING.isdisjoint(self.func.tags)
+        self.places = any(a.name == "device" and a.kwarg_only for a in schema.arguments)
+        # A declared one may draw from a default generator without saying so, as dropout inside of
+        # an attention kernel does.
+        self.random = torch.Tag.nondeterministic_seeded in self.func.tags or declared
+        if self.random and schema.name.startswith("aten::"):  # others may draw from any besides
+            self.with_generator, self.generator = _with_generator(self.func, schema)
+        factory = makes and any(a.name == "dtype" for a in schema.arguments)
+        self.ambient = factory or declared or any(part in base for part in _AMBIENT_PARTS)
         self.simple = (
             not (self.writes or self.opaque or self.random or self.blank or self.constant)
             and self.statistics is None
             and not self.chunks
         )
-        self.places = any(a.name == "device" and a.kwarg_only for a in schema.arguments)
-        self.grows = schema.name not in _BOUNDED and _BOUNDING.isdisjoint(func.tags)
-        factory = makes and any(a.name == "dtype" for a in schema.arguments)
-        self.ambient = factory or declared or any(part in base for part in _AMBIENT_PARTS)
+
+    def _read_aliases(self, schema: Any) -> None:
+        self.makes = any(r.alias_info is None for r in schema.returns)
+        self.writes = _written_arguments(schema)
+        self.view = not self.writes and not self.opaque and _returns_only_aliases(schema)
+        self.view = self.view or schema.name in _UNDECLARED_VIEWS
+        if schema.name == _TELLS_THE_ALLOCATOR:
+            self.view, self.writes = True, ()
+        self.lazy_bits = schema.name in ("aten::_conj", "aten::_neg_view")
+        self.chunks = schema.name in _CHUNKS
+
+    def _read_writes(self, schema: Any, base: str) -> None:
+        """How it writes what it writes, see `_read_aliases`, and what no schema says of that."""
+        self.placing = base in _PLACING
+        self.unversioned = base.startswith("_fused_") and bool(self.writes) and not schema.returns
+        self.fills_saved = _FILLS_SAVED.get(base)
+        fills: set[int | str] = {where for where in self.writes if isinstance(where, str)}
+        if base in _OVERWRITING:
+            fills.add(0)
+        if self.fills_saved is not None:
+            fills.add(self.fills_saved)
+        self.fills = frozenset(fills)
+        if schema.overload_name != "no_stats":
+            hidden = _HIDDEN_STATISTICS.get(schema.name)
+            self.statistics = hidden or _DECLARED_STATISTICS.get(schema.name)
 
     @classmethod
     def of_forward(cls, func: Any, name: str) -> Facts:

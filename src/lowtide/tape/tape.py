@@ -2,9 +2,9 @@
 
 Problem: handles outlive the recorder, are unpacked on other threads, and must find out what the
 plan says about them. Invariant: the tape owns no values (handles do), so it costs nothing once
-autograd has released its graph; every decision is left to `decisions`. Imports values.
-Decisions refer to their tape weakly, so that no step waits for Python's garbage collector.
-Rejected: a global registry of steps.
+autograd has released its graph; every decision is left to `decisions`, which refer to their tape
+weakly, so that no step waits for Python's garbage collector. Imports regions and values. Rejected:
+a global registry of steps.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def counts() -> list[int]:
     return _table[0].counts()
 
 
-def overwriting(key: int, hidden: bool = False) -> None:
+def overwriting(key: int, hidden: bool) -> None:
     """The content of storage `key` is about to change.
 
     `hidden`: by a kernel that moves running statistics without a new version. Autograd then reads
