@@ -145,6 +145,35 @@ def test_what_a_convolution_takes_with_avx2(name: str, threads: int) -> None:
         assert model == pytest.approx(peak, rel=0.02, abs=32 << 10), operator
 
 
+SHARED = {
+    "patches": Shape((2, 3, 112, 112), (192, 3, 16, 16), 16),
+    "larger kernels than volumes": Shape((2, 96, 3, 3, 3), (32, 96, 5, 5, 5), padding=2),
+    "one result, 3D": Shape((4, 96, 8, 8, 8), (1, 96, 5, 5, 5), padding=2),
+    "few channels, 3D": Shape((2, 4, 12, 12, 12), (48, 4, 5, 5, 5)),
+    "pointwise": Shape((8, 16, 28, 28), (32, 16, 1, 1)),
+    "pointwise, stride": Shape((2, 16, 56, 56), (16, 16, 1, 1), 2),
+    "rows": Shape((8, 64, 512), (64, 64, 3)),
+    "a wide kernel": Shape((8, 32, 200), (2, 32, 16), padding=8),
+    "a wide kernel that is padded much": Shape((2, 32, 40, 40), (32, 32, 17, 17), padding=8),
+    "groups": Shape((8, 96, 4, 4, 4), (64, 48, 3, 3, 3), 3, groups=2),
+    "groups, few channels": Shape((3, 24, 14, 14), (2, 12, 16, 16), padding=8, groups=2),
+    "groups, transposed": Shape((2, 10, 14, 14), (10, 5, 5, 5), groups=2, more=0),
+    "groups, stride, last": Shape((1, 24, 64, 64), (192, 12, 2, 2), 2, 1, groups=2, last=True),
+}
+
+
+@avx512_workspaces
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("threads", [1, 8], indirect=True)
+def test_what_many_threads_take_together_with_avx512(name: str, threads: int) -> None:
+    """Each sums a gradient of its own, or unfolds an image, or a part of one."""
+    for operator, (function, args) in SHARED[name].calls("cpu").items():
+        made = bytes_made(function(*args))
+        peak = lowtide.measure(lambda f=function, a=args: f(*a), device="cpu").peak_bytes
+        least, most = peak * 49 // 50 - (threads << 14), peak * 5 // 4 + (32 << 10)
+        assert least <= modelled(operator, made, args) <= most, operator
+
+
 @exact_workspaces
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("images", [1, 3])

@@ -25,7 +25,7 @@ from lowtide.kernels.avx2_kernels import (
     unfolding_parameter,
 )
 from lowtide.kernels.avx2_scratch import WIDTH, Geometry
-from lowtide.kernels.blocks import nbytes, padded
+from lowtide.kernels.blocks import CHANNEL_BLOCK, nbytes, padded
 from lowtide.kernels.unfolding import Convolved, Options, channels_made
 
 
@@ -160,6 +160,7 @@ def geometry(
         torch.get_num_threads(),
         _compat.second_cache(),
         width,
+        CHANNEL_BLOCK if _compat.onednn_instructions() == "AVX512" else WIDTH,
     )
 
 

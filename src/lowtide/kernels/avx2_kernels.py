@@ -27,6 +27,7 @@ from lowtide.kernels.avx2_scratch import (
     unfolded_parameter,
 )
 from lowtide.kernels.blocks import FLOAT, up
+from lowtide.kernels.wide_sums import partial_gradients, pointwise_gradients
 
 _REGISTERS = 15
 _UNROLLED = 3  # points of a row that a kernel makes at once; its padding may not be larger
@@ -35,6 +36,7 @@ _UNROLLED_DEPTHWISE = 4
 _WIDEST = 14  # the direct kernel makes the gradient of parameters narrower than this only
 CHAINED = 128  # scratchpad bytes of a kernel that calls another one
 _TOO_MANY_POINTS = 28160  # over the square of the share of a block that is filled
+_MADE_AT_ONCE, _UNROLLED_POINTS, _PADDINGS = 28, 370, (7, 9, 10)  # see `_reaches_far`
 _GATHERED = 18  # blocks of channels that a pointwise kernel gathers for a gradient
 
 
@@ -78,10 +80,25 @@ def forward(g: Geometry, last: bool) -> Kernel:
         fits = last or g.whole()
     wide = g.kernel[2] > 7 and max(g.padding[1:]) > 0 and max(g.stride[1:]) > 1
     at_once, wide = (_UNROLLED, wide) if g.width == WIDTH else (UNROLLED_WIDE, False)
+    wide = wide or (g.width > WIDTH and not last and _reaches_far(g))
     if fits and g.pads_little() and g.padding[2] <= min(at_once, g.given[2]) and not wide:
         parameter = in_blocks(g, flat)
         return Kernel("direct", "plain" if flat and not last else free, free, parameter)
     return unfolding_forward(g, last)
+
+
+def _reaches_far(g: Geometry) -> bool:
+    """Whether AVX-512's direct kernel makes no results of padded rows with such a wide kernel. No
+    rule of oneDNN's for this was found: these are the limits that were seen (3.12)."""
+    if g.padding[2] == 0 or g.channels < g.width or max(g.dilation) > 1:
+        return False
+    if g.given[2] < _MADE_AT_ONCE:
+        return g.given[2] * g.kernel[2] > _UNROLLED_POINTS
+    left, strided = g.given[2] % _MADE_AT_ONCE, g.stride[2] > 1
+    short, middle, long = _PADDINGS
+    if left < (2 if strided else 6):
+        return g.padding[2] >= short
+    return g.padding[2] >= (middle if left < 10 and not strided else long)
 
 
 def backward(g: Geometry, last: bool, transposed: bool) -> Kernel:
@@ -126,7 +143,10 @@ def of_parameter(g: Geometry, last: bool, biased: bool) -> Kernel:
     numbers = shared(g.threads, g.width, g.groups * -(-g.results // g.width), g.batch, 1 << 21)
     bias = summed(numbers, 1) if biased else 0
     if g.pointwise():
-        scratch = pointwise_sums(g, last) + bias
+        if g.width == WIDTH:
+            scratch = pointwise_sums(g, last) + bias
+        else:
+            scratch = gathered(g, g.channels) + pointwise_gradients(g)
         return Kernel("pointwise", free, free, in_blocks(g), scratch)
     ends = [max(0, end) for end in g.ends]
     flat = g.channels == 3
@@ -141,17 +161,23 @@ def of_parameter(g: Geometry, last: bool, biased: bool) -> Kernel:
     fits = fits and (g.groups == 1 or (3 not in (g.channels, g.channels * g.groups)))
     fits = fits and (flat or last or g.whole())
     if fits:
-        parts = shared(
-            g.threads,
-            g.points * (3 if flat else g.width) * g.width,
-            g.groups * -(-g.results // g.width) * (1 if flat else -(-g.channels // g.width)),
-            g.batch * g.given[0],
-            1 << 21,
-        )
-        scratch = summed(parts, 1) + bias
+        scratch = direct_sums(g) + bias if g.width == WIDTH else partial_gradients(g, last)
         read = "plain" if flat and not last else free
         return Kernel("direct", read, free, in_blocks(g, flat), scratch)
     return unfolding_parameter(g, last)
+
+
+def direct_sums(g: Geometry) -> int:
+    """Bytes of the partial gradients of the threads in the direct kernel."""
+    flat = g.channels == 3
+    parts = shared(
+        g.threads,
+        g.points * (3 if flat else g.width) * g.width,
+        g.groups * -(-g.results // g.width) * (1 if flat else -(-g.channels // g.width)),
+        g.batch * g.given[0],
+        1 << 21,
+    )
+    return summed(parts, 1)
 
 
 def _depthwise_parameter(g: Geometry) -> bool:

@@ -47,6 +47,8 @@ class Geometry(NamedTuple):
     """Bytes of each core's second-level cache."""
     width: int = WIDTH
     """Channels in a block of the kernels that are no plain products with unfolded images."""
+    lanes: int = WIDTH
+    """Numbers in a vector register."""
 
     @property
     def reach(self) -> list[int]:
@@ -198,7 +200,8 @@ def unfolded_forward(g: Geometry, last: bool) -> int:
     many = g.batch * g.groups * math.prod(g.given) >= WIDTH * g.threads
     if many and not last and not g.volume:
         columns = min(columns, g.cache * 33 // 32)
-    return g.threads * (columns + image)
+    threads = g.threads if g.lanes == WIDTH else min(g.threads, g.batch * g.groups)
+    return threads * (columns + image)
 
 
 def unfolded_backward(g: Geometry, last: bool) -> int:
@@ -207,7 +210,7 @@ def unfolded_backward(g: Geometry, last: bool) -> int:
         columns *= g.given[0]
         made = math.prod(g.read) * g.channels * FLOAT if g.groups > 1 else 0
     image, work = g.read[1] * g.read[2], g.groups * g.batch
-    inner = -(-image // WIDTH) * -(-g.channels // WIDTH)
+    inner = -(-image // g.lanes) * -(-g.channels // g.lanes)
     spread = _spread(work, g.threads) >= _spread(inner, g.threads)
     if last:
         fits = not g.volume and (g.depthwise or (image // g.threads < 64 and g.batch > 1))
@@ -223,16 +226,23 @@ def unfolded_parameter(g: Geometry, last: bool) -> int:
     """Copies of the gradient: oneDNN takes its bytes for a number of floats, so four per thread."""
     columns, image = _columns(g), math.prod(g.read) * g.channels * FLOAT if last else 0
     copies = g.elements * FLOAT * FLOAT
-    each = g.elements * FLOAT * FLOAT + (columns + image if last else 0)
-    if not last:
-        each += g.channels * g.points * WIDTH * FLOAT
-    few = g.given[1] * g.given[2] // g.threads < _FEW_POINTS
-    fits = few and (g.batch > 1 or g.groups > 2) and each * g.threads < _limit(g)
-    threads = g.threads if fits else 1
+    threads = threads_that_sum(g, last)
     if last:  # above the limit, a kernel without any copies runs instead
         taken = threads * (copies + columns + image)
         return taken if taken <= _limit(g) else 0
     return _within(g, threads * copies, threads, columns, 20)
+
+
+def threads_that_sum(g: Geometry, last: bool) -> int:
+    """How many threads unfold images of a batch, each for a gradient of its own."""
+    each = g.elements * FLOAT * FLOAT
+    if last:
+        each += _columns(g) + math.prod(g.read) * g.channels * FLOAT
+    else:
+        each += g.channels * g.points * g.lanes * FLOAT
+    few = g.given[1] * g.given[2] // g.threads < _FEW_POINTS
+    fits = few and (g.batch > 1 or g.groups > 2) and each * g.threads < _limit(g)
+    return g.threads if fits else 1
 
 
 def _spread(work: int, threads: int) -> float:
@@ -250,6 +260,6 @@ def _within(g: Geometry, taken: int, threads: int, columns: int, part: int) -> i
     left = _limit(g) - taken
     if left < threads * columns:
         each = FLOAT * g.channels * g.points
-        points = max(WIDTH, left // (each * threads) // part)
+        points = max(g.lanes, left // (each * threads) // part)
         columns = min(columns, points * each)
     return taken + threads * columns

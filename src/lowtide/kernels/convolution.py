@@ -1,7 +1,7 @@
 """What torch's convolutions on the CPU allocate while they run.
 
 Problem: a convolution copies its tensors into layouts of its own, and these copies are most of the
-peak of many steps. Invariant: formulas as measured, kernel by kernel, on one and on two threads,
+peak of many steps. Invariant: formulas as measured, kernel by kernel, on one to sixteen threads,
 for channels that are and are not multiples of oneDNN's block, in both memory formats, forward and
 backward; `benchmarks/workspace.py` measures them again. Imports `_compat`, layouts, wide,
 `wide_products`, avx2, tiles and unfolding. Rejected: running each convolution once to find out,

@@ -15,6 +15,9 @@ from collections.abc import Sequence
 import torch
 
 from lowtide import _compat
+from lowtide.kernels.avx2 import geometry
+from lowtide.kernels.avx2_kernels import direct_sums
+from lowtide.kernels.avx2_scratch import threads_that_sum, unfolded_parameter
 from lowtide.kernels.blocks import CHANNEL_BLOCK, FLOAT, nbytes, padded
 from lowtide.kernels.half import (
     NARROW,
@@ -29,6 +32,7 @@ from lowtide.kernels.half import (
 from lowtide.kernels.layouts import copied, has_last, ordered, runs_last
 from lowtide.kernels.unfolding import Convolved, Options, unfolded, unfolded_workspace
 from lowtide.kernels.wide_products import of_input, transposed
+from lowtide.kernels.wide_sums import partial_gradients, pointwise_gradients
 
 _HALF_BLOCK = 8  # channels, for the gradient of a parameter with fewer input channels than a block
 _UNBLOCKED = 4  # fewer channels than this are read as they are
@@ -81,6 +85,9 @@ def _of_onednn(call: Convolved) -> int:
         return torchs + half_forward_last(source, weight, out)
     if last:  # the input is read as it is; parameters are reordered
         taken = _reordered(weight, source.shape[1] // max(1, weight.shape[1]), back)
+        if given is not None and passes and _products(source):
+            strided = of_input(source, weight, given, options, last)
+            taken = max(taken, (strided or 0) - nbytes(source) - nbytes(weight))
         if has_last(weight) and not _pointwise(weight, 1):
             taken = max(0, taken - nbytes(weight))  # else torch brings it into this format first
         return taken
@@ -195,7 +202,9 @@ def _summed(read: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, optio
         options: stride, dilation and so on.
     """
     channels, others, stride = read.shape[1], given.shape[1], max(options.stride)
-    parameter, volume = nbytes(weight), read.dim() == 5
+    parameter, volume, single = nbytes(weight), read.dim() == 5, read.element_size() == FLOAT
+    source, result = (given, read) if options.transposed else (read, given)
+    g = geometry(source, weight, options, result.numel(), CHANNEL_BLOCK)
     gathers, dilated = _gathers(read, weight, stride), max(options.dilation) > 1
     whole = channels >= CHANNEL_BLOCK or gathers or _pointwise(weight, stride)
     halves = not whole and channels >= _UNBLOCKED
@@ -204,19 +213,31 @@ def _summed(read: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, optio
     rows = zip(read.shape[2:-1], weight.shape[2:-1], strict=True)
     larger = any(size < width for size, width in rows)
     lacking = halves and (dilated or larger or (volume and options.padding[0] > 0))
+    # Nor has any a kernel for groups whose channels are not whole blocks.
+    lacking = lacking or (options.groups > 1 and not g._replace(width=_HALF_BLOCK).whole())
     if lacking or (dilated and volume) or _as_product(read, weight, options):
         columns = nbytes(given) // max(1, others * given.shape[0]) * math.prod(weight.shape[1:])
         if volume:  # one slice at a time
             columns //= max(1, given.shape[2])
-        return _threads(read) * (_REDUCED * parameter + columns)
+        if single:
+            return unfolded_parameter(g, False)
+        return threads_that_sum(g, False) * (_REDUCED * parameter + columns)
     if not whole and not halves:
         blocked = _blocked(weight, CHANNEL_BLOCK, 1)
-        return max(padded(nbytes(given), others) + blocked - parameter, blocked)
+        sums = partial_gradients(g, False) if single else 0
+        return max(padded(nbytes(given), others) + blocked + sums - parameter, blocked)
     block = CHANNEL_BLOCK if whole else _HALF_BLOCK
     taken = padded(nbytes(given), others, block) + padded(nbytes(read), channels, block)
     blocked = _blocked(weight, block, block)
-    if _pointwise(weight, stride) and torch.get_num_threads() > 1 and taken > _SHARED * parameter:
-        blocked += blocked * 9 // 8  # partial gradients of the threads
+    if not single:
+        many = torch.get_num_threads() > 1 and taken > _SHARED * parameter
+        taken += blocked * 9 // 8 if many and _pointwise(weight, stride) else 0
+    elif _pointwise(weight, stride) or gathers:
+        taken += pointwise_gradients(g)
+    elif whole:
+        taken += partial_gradients(g, False)
+    else:
+        taken += direct_sums(g._replace(width=_HALF_BLOCK))
     if gathers:
         taken += _gathered(read, nbytes(given) // max(1, others))
     return max(taken + blocked - parameter, blocked)
@@ -261,6 +282,7 @@ def _grouped_backward(
     into, parameter, channels = nbytes(source), nbytes(weight), source.shape[1]
     out, stride = nbytes(given), max(options.stride)
     depthwise = weight.shape[1] == 1 < channels
+    g = geometry(source, weight, options, given.numel(), CHANNEL_BLOCK)
     made = parameter + (into if passes else 0)
     blocked_in, blocked_out = padded(into, channels), padded(out, weight.shape[0])
     first = 0
@@ -274,7 +296,9 @@ def _grouped_backward(
         if source.dim() == 5:  # one slice at a time
             columns //= given.shape[2]
         columns *= source.element_size()
-        return max(first, _threads(source) * (_REDUCED * parameter + columns))
+        if source.element_size() == FLOAT:
+            return max(first, unfolded_parameter(g, False))
+        return max(first, threads_that_sum(g, False) * (_REDUCED * parameter + columns))
     copies = torch.get_num_threads() * (padded(parameter, channels) - parameter)
     pointwise = _pointwise(weight, stride)
     few = channels < CHANNEL_BLOCK and not pointwise and not is_depthwise(source, weight)
@@ -289,7 +313,9 @@ def _grouped_backward(
         parts = threads + 1 if source.element_size() == 2 else 2 * threads
         return max(first, copied, parts * partial)
     blocked = blocked_in + blocked_out
-    if pointwise and torch.get_num_threads() > 1 and blocked > _SHARED * parameter:
+    if source.element_size() == FLOAT and not depthwise:
+        blocked += pointwise_gradients(g) if pointwise else partial_gradients(g, False)
+    elif pointwise and torch.get_num_threads() > 1 and blocked > _SHARED * parameter:
         blocked += parameter * 9 // 8  # partial gradients of the threads
     return max(first, blocked, parameter)
 
