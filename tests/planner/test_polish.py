@@ -6,13 +6,14 @@ import threading
 import time
 from dataclasses import astuple, replace
 from functools import cache
+from math import prod
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
-from brute_force import choices
+from brute_force import brute_force, choices
 from graphs import NETWORKS, random_graph, resnet, with_cut, with_later
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -168,6 +169,40 @@ def test_it_finds_what_no_exchange_does(annealing: Polish, share: float) -> None
     assert (again.peak, again.seconds) == (found.peak, found.seconds)
     assert found.peak <= limit
     assert solve(graph, limit, polish_with=annealing).plan == found.plan
+
+
+def test_it_lays_out_parts_of_the_step_anew(annealing: Polish) -> None:
+    """By changes of up to three values, it ends at a plan that replays for 5.9 forwards."""
+    graph = NETWORKS["chain"]()
+    limit = int(1.15 * minimum(graph).peak)
+    found = solve(graph, limit, polish_with=annealing)
+    assert found.status == "fits"
+    assert found.peak <= limit
+    assert found.seconds < 5 * graph.seconds
+
+
+def test_it_is_as_good_as_every_plan_of_tiny_graphs(annealing: Polish) -> None:
+    tried = optimal = 0
+    for seed in range(60):
+        graph = random_graph(seed, 3 + seed % 3)
+        problem = Problem(Simulator(graph))
+        if prod(len(choices(problem, v)) for v in range(len(graph.values))) > 2_000:
+            continue
+        plain = simulate(graph, keep_all(graph).retain).peak
+        least, start = brute_force(graph, 0)[1], minimum(graph)
+        limit = least + (plain - least) // 3
+        best, _ = brute_force(graph, limit)
+        if best is None or start.peak > limit:
+            continue
+        lists, open_ = problem.sim.lists(), choices_of(problem)
+        plan = annealing(lists, open_, list(start.plan.retain), limit, 200_000, 0.0, 10.0)
+        found = simulate(graph, plan)
+        assert found.peak <= limit
+        assert found.seconds >= best.result.seconds - 1e-12
+        tried += 1
+        optimal += found.seconds <= best.result.seconds + 1e-12
+    assert tried >= 40
+    assert optimal >= tried * 0.95
 
 
 @settings(max_examples=40, deadline=None)

@@ -95,7 +95,7 @@ def solve(
     | nothing fits, or the best plan     | anchors of two levels, and exchanges again if     |
     | takes over twice the bound         | they gave a better plan                           |
     | something fits                     | small values held, as far as they save time       |
-    | something fits, `polish_with` is   | random changes to the best plan, for about half a |
+    | something fits, `polish_with` is   | random changes to the best plan, for less than a |
     | given and the graph is not large   | second                                            |
     | nothing fits after all that        | "infeasible", with the lowest peak found          |
 
