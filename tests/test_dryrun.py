@@ -181,6 +181,30 @@ def test_a_step_that_seeds_the_generators_leaves_them_as_they_were() -> None:
     assert random.getstate() == python
 
 
+@pytest.mark.parametrize("real", [False, True])
+@pytest.mark.parametrize("place", ["closure", "attribute"])
+def test_generators_of_the_program_are_put_back(place: str, real: bool) -> None:
+    """And a tensor of the program's that a real step writes is told."""
+    model, count = nn.Linear(4, 4), torch.zeros(3)
+    generator = torch.Generator().manual_seed(5)
+    model.noise = generator if place == "attribute" else None
+
+    def step(x: Tensor) -> Tensor:
+        drawn = generator if place == "closure" else model.noise
+        if real:
+            count[0] += float(torch.rand((), generator=drawn))
+        else:
+            drawn.manual_seed(7)
+        return (model(x) * torch.rand(4, generator=drawn)).sum()
+
+    state = generator.get_state()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert dry_run(step, (torch.ones(2, 4),), {}).source == ("recorded" if real else "fake")
+    assert torch.equal(generator.get_state(), state)
+    assert ["or other tensors (1 of them)" in str(w.message) for w in told] == [True] * real
+
+
 def test_no_memory_is_allocated_for_a_step_that_would_not_fit() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(8192, 8192) for _ in range(4)], nn.ReLU())
@@ -317,7 +341,7 @@ def test_a_real_step_that_moves_parameters_is_said_to_have() -> None:
             optimizer.step()
         return layer(x).sum()
 
-    with pytest.warns(DryRunWarning, match=r"parameters \(2 of them\), and that was not"):
+    with pytest.warns(DryRunWarning, match=r"tensors \(2 of them\), and that was not"):
         dry_run(step, (torch.ones(2, 4),), {})
 
 
@@ -331,7 +355,7 @@ def test_a_parameter_that_a_real_step_writes_behind_its_version_is_said_to_have_
             layer.bias.data.copy_(torch.ones(4))
         return loss
 
-    with pytest.warns(DryRunWarning, match=r"parameters \(1 of them\)"):
+    with pytest.warns(DryRunWarning, match=r"tensors \(1 of them\)"):
         dry_run(step, (torch.ones(2, 4),), {})
 
 

@@ -370,3 +370,17 @@ def test_the_layout_of_a_transform(name: str) -> None:
         made = operator(here, over, 0, last)
         fake = fakes.faked(mode, here, here.device)
         assert shapes(operator, (fake, over, 0, last), {}).stride() == made.stride()
+
+
+@pytest.mark.parametrize("lazily", [torch.Tensor.conj, torch.Tensor.adjoint])
+def test_what_is_conjugated_lazily_and_saved(lazily: Callable[[Tensor], Tensor]) -> None:
+    """It is kept as it is, on the device that the fake tensor stands for."""
+    weight = torch.randn(64, 64, dtype=torch.complex128, requires_grad=True)
+
+    def step() -> Tensor:
+        return (weight @ lazily(weight).matmul(lazily(weight))).abs().sum()
+
+    plan = lowtide.plan(step)
+    assert plan.source == "fake"
+    real = lowtide.measure(lambda: step().backward(), device="cpu").peak_bytes
+    assert plan.peak == pytest.approx(real, rel=0.02)

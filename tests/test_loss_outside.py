@@ -421,6 +421,28 @@ def test_hooks_that_take_all_that_a_step_saves_are_told(silent: Callable[..., Te
     assert [warning.filename for warning in told] == [__file__]  # once
 
 
+@pytest.mark.parametrize("limit", [3000, 0.5])
+def test_a_forward_that_saves_nothing_and_has_larger_gradients_is_told(limit: int | float) -> None:
+    """No request shows that its backward runs, so that nothing would refuse it, in no step."""
+    weight = nn.Parameter(torch.randn(1000))
+
+    def steps(budget: lowtide.Budget, loss_of: Callable[[Tensor], Tensor]) -> None:
+        for _ in range(2):
+            weight.grad = None
+            with budget:
+                loss = loss_of(weight)
+            loss.backward()
+
+    # Inside the limit; or without a result, so that no backward can come.
+    steps(lowtide.budget(4100), torch.sum)
+    with lowtide.budget(limit):
+        weight.sum()
+    weight.grad = None
+    with pytest.warns(UncountedWarning, match=r"saved nothing .* take 4000 bytes") as told:
+        steps(lowtide.budget(limit), torch.sum)
+    assert [warning.filename for warning in told] == [__file__]  # once
+
+
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_budget_around_a_backward_alone_is_told(scaled: bool) -> None:
     model, x = deep(64, 3), torch.randn(64, 64)

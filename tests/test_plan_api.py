@@ -656,6 +656,25 @@ def test_a_plan_of_frozen_parameters_is_another_steps() -> None:
         budget.report()
 
 
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_a_loaded_plan_of_parameters_that_are_frozen_now(share: float, tmp_path: Path) -> None:
+    """The file does not know the parameters, and the operations are the same: fewer are saved."""
+    model, x = network(6), batch()
+    step = loss_on(model)
+    plain = lowtide.plan(step, x)
+    least = plain.minimum_peak
+    found = lowtide.plan(step, x, limit=int(least + share * (plain.plain_peak - least)))
+    found.save(tmp_path / "plan")
+    for block in model:
+        block[0].requires_grad_(requires_grad=False)
+    _, gradients = run(model, x, None)
+    budget = lowtide.budget(lowtide.load_plan(tmp_path / "plan"))
+    for _ in range(3):
+        peak, now = run(model, x, budget)
+        assert peak <= budget.limit
+        assert same(now, gradients)
+
+
 def test_a_loaded_plan_survives_a_step_that_parts_from_it_halfway(tmp_path: Path) -> None:
     model, x = network(6), batch()
     found = lowtide.plan(loss_on(model), x, limit=halfway(loss_on(model), x))

@@ -96,10 +96,11 @@ class UncountedWarning(LowtideWarning):
     there is memory that a limit does not count (rule 13): the forward of a fitted model has saved
     nothing, as it returns what is evaluated later or hides what it keeps in the `ctx` of a
     `torch.autograd.Function`; saved-tensor hooks of the program's own have taken all that a step
-    saves; a budget was entered around a backward alone; the forward of a fitted model was replaced,
-    the model is trained without it, or it runs inside of another budget or of a region; or several
-    forwards came before one backward, or the second after a differentiable one of the first, and
-    each is a step that may take the whole limit."""
+    saves; a budget was entered around a backward alone, or around a forward that has saved nothing
+    and whose gradients exceed the limit; the forward of a fitted model was replaced, the model is
+    trained without it, or it runs inside of another budget or of a region; or several forwards came
+    before one backward, or the second after a differentiable one of the first, and each is a step
+    that may take the whole limit."""
 
 
 class DryRunWarning(LowtideWarning):

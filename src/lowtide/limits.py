@@ -34,7 +34,7 @@ _UNITS = {
 }
 _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
 _FORMS = 'bytes (an int), text such as "6 GiB", "800 MB" or "50%", or a float in (0, 1]'
-_SHOWN = 100  # characters of a wrong limit, which may be a whole model or a batch
+_SHOWN = 100  # characters of a wrong limit, which may be a whole model, a batch or a file
 _MOST = 2**63 - 1  # the most that byte counters hold
 _STORED = " To follow a stored plan: lowtide.budget(lowtide.load_plan(path))."
 _NO_LIMIT = "To limit nothing, leave the limit (or the budget) out."
@@ -123,7 +123,7 @@ def _parse_text(text: str) -> int | float:
     if match is None or unit is None:
         meant = _meant(text)
         raise UsageError(
-            f"cannot read the limit {text!r}{meant}: write a number and a unit, for instance "
+            f"cannot read the limit {_short(text)}{meant}: write a number and a unit, for instance "
             f'"6 GiB" or "800 MB"; units are {", ".join(u for u in _names())}. A fraction of the '
             'plain step\'s peak is written as "60%" or as a number: 0.6.'
             + (_STORED if os.path.isfile(text) else "")
@@ -135,14 +135,14 @@ def _parse_text(text: str) -> int | float:
         raise UsageError(f"a limit is at most 2**63 - 1 bytes; {_short(text)} is more. {_NO_LIMIT}")
     nbytes = int(size) if match[2] else int(match[1])  # the latter to the byte
     if nbytes <= 0:
-        raise UsageError(f"a limit must be positive; {text!r} is {nbytes} bytes.")
+        raise UsageError(f"a limit must be positive; {_short(text)} is {nbytes} bytes.")
     return nbytes
 
 
 def _meant(text: str) -> str:
     """A question for a limit in a form that other tools read: "6G", "6,000 MB"."""
     short = re.fullmatch(r"\s*([0-9][0-9,_]*(?:\.[0-9]+)?)\s*([kmgt]?)(i?)(b?)\s*", text, re.I)
-    if short is None:
+    if short is None or len(text) > _SHOWN:
         return ""
     # One comma is that of a fraction, unless three digits follow: "1,5 GB", but "6,000 MB".
     number = re.sub(r"^(0(?=,)|[0-9]+(?=,(?:[0-9]{1,2}|[0-9]{4,})$)),", r"\1.", short[1])
@@ -163,13 +163,13 @@ def _share(text: str) -> float:
     if not 0 < share <= 1:
         raise UsageError(
             "a limit in percent is a share of the plain step's peak, above 0% and at most 100%; "
-            f"got {text!r}."
+            f"got {_short(text)}."
         )
     return share
 
 
 def _short(text: str) -> str:
-    return repr(text if len(text) <= 40 else f"{text[:20]}...{text[-10:]}")
+    return repr(text if len(text) <= _SHOWN else f"{text[:20]}...{text[-10:]}")
 
 
 def _names() -> list[str]:

@@ -91,7 +91,7 @@ class Loop:
         self._alike = _LEARNING_STEPS  # steps in a row that went as planned
         self._earlier = Earlier(self.where)  # finished steps of this context
         self._waiting = Waiting()
-        self._hidden = Hidden()
+        self._hidden = Hidden(knows.allowance)
         self._emptied = Emptied()
         self._rerun = Rerun()
         self.given = Given()
@@ -248,7 +248,8 @@ class Loop:
             if error is None:
                 self._hidden.look(decisions, self.steps)
                 self._emptied.look(decisions)
-                if self.model is None:  # a fitted one says it by what its hooks run
+                if self.model is None:  # a fitted one says it by what its hooks run, or itself
+                    self._hidden.look_at_size(decisions)
                     self._rerun.look(decisions.observer)
                     self._rerun.ends()
 

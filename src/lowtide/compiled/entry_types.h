@@ -248,6 +248,14 @@ inline PyObject* weak_list_beyond(PyObject* self, PyObject* planned) {
   Py_RETURN_FALSE;
 }
 
+inline PyObject* weak_list_numbered(PyObject* self, PyObject*) {
+  Py_ssize_t count = 0;
+  for (const Weak& link : as<WeakList>(self)->links) {
+    if (link.get() != nullptr && as<Handle>(link.get())->value->number >= 0) ++count;
+  }
+  return PyLong_FromSsize_t(count);
+}
+
 inline PyObject* weak_list_settle(PyObject* self, PyObject*) {
   return leave_error([&] {
     std::vector<Weak> links = as<WeakList>(self)->links;  // a copy: settling may free records
@@ -271,6 +279,7 @@ inline PyMethodDef weak_list_methods[] = {
     {"alive", weak_list_alive, METH_NOARGS, nullptr},
     {"any", weak_list_any, METH_NOARGS, nullptr},
     {"beyond", weak_list_beyond, METH_O, nullptr},
+    {"numbered", weak_list_numbered, METH_NOARGS, nullptr},
     {"settle", weak_list_settle, METH_NOARGS, nullptr},
     {"clear", weak_list_clear, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};

@@ -36,11 +36,12 @@ OUTSIDE = "(outside of modules)"
 
 
 class Found:
-    """The modules and tensors that a function reaches."""
+    """The modules, tensors and random generators that a function reaches."""
 
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self.roots: dict[str, nn.Module] = {}
         self.tensors: list[torch.Tensor] = []
+        self.generators: list[torch.Generator] = []
         self._seen: set[int] = set()
         self._keep: list[Any] = []  # keeps ids valid: bound methods are new objects each time
         self._visit("", function, DEPTH)
@@ -71,7 +72,11 @@ class Found:
                 yield from (t for t in tensors.values() if t is not None)
 
     def _visit(self, label: str, item: Any, depth: int) -> None:
-        if depth < 0 or isinstance(item, ATOMS) or id(item) in self._seen:
+        if depth < 0 or id(item) in self._seen:
+            return
+        if isinstance(item, torch.Generator):
+            self.generators.append(item)
+        if isinstance(item, ATOMS):
             return
         self._seen.add(id(item))
         self._keep.append(item)

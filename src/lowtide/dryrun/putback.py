@@ -14,7 +14,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +33,8 @@ class Saved:
     def __init__(self, found: Found, more: Sequence[Any] = ()) -> None:
         self._modules = list(found.modules())
         self._more = more
+        self._found = found
+        self._generators: list[torch.Generator] = []
         self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._others: list[tuple[Any, list[Any]]] = []  # lists, sets and queues
         self._moved: list[tuple[dict[str, Any], tuple[str, ...]]] = []  # what is not put back
@@ -48,10 +50,13 @@ class Saved:
                     self._take(vars(parameter), DEPTH, seen)
         for item in self._more:
             self._take(item, DEPTH, seen)
-        self._random = RandomStates()
+        self._random = RandomStates((*self._found.generators, *self._generators))
+        self._generators.clear()
 
     def _take(self, part: Any, depth: int, seen: set[int]) -> None:
         """Note what is in a container, and in the containers and objects in it."""
+        if isinstance(part, torch.Generator):
+            self._generators.append(part)
         if not depth or isinstance(part, ATOMS) or id(part) in seen:
             return
         items: list[Any]
@@ -97,10 +102,12 @@ class Saved:
 
 
 class RandomStates:
-    """What torch, Python and numpy would draw next, at the time that this is made."""
+    """What torch, Python, numpy and `more` generators would draw next, at the time that this is
+    made."""
 
-    def __init__(self) -> None:
-        self._draws = [(generator, generator.get_state()) for generator in default_generators()]
+    def __init__(self, more: Iterable[torch.Generator] = ()) -> None:
+        generators = (*default_generators(), *more)
+        self._draws = [(generator, generator.get_state()) for generator in generators]
         self._python = random.getstate()
         numpy: Any = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random.get_state()
@@ -127,10 +134,10 @@ class RealState:
     """Context manager: restores gradients, buffers and random states on exit.
 
     Attributes:
-        moved: once it is over, how many parameters were written: copying all of them up front could
-            take as much memory as the step itself, so that these are reported and not restored.
-            With `whole` they are copied, to main memory, and restored, and so are the other tensors
-            that were found. `more`: containers and objects that are restored too.
+        moved: once it is over, how many parameters and tensors of no module were written: copying
+            all of them up front could take as much memory as the step itself, so that these are
+            reported and not restored. With `whole` they are copied, to main memory, and restored.
+            `more`: containers and objects that are restored too.
     """
 
     def __init__(self, found: Found, *, whole: bool = False, more: Sequence[Any] = ()) -> None:
@@ -147,7 +154,8 @@ class RealState:
             for parameter in _compat.parameters_and_buffers(module)[0].values()
             if parameter is not None and not parameter.is_inference()
         }
-        self._before = [(p, _state(p)) for p in parameters.values()]
+        others = {id(t): t for t in self._found.tensors if not (t.is_inference() or t.is_nested)}
+        self._before = [(t, _state(t)) for t in (parameters | others).values()]
         leaves = {id(t): t for t in (*self._found.state(), *self._found.tensors)}
         self._gradients = [(t, t.grad) for t in leaves.values() if t.is_leaf and t.requires_grad]
         self._contents = [_content(g) for _, g in self._gradients if g is not None]
@@ -174,7 +182,7 @@ class RealState:
             for leaf, gradient in self._gradients:
                 leaf.grad = gradient
         self._python.restore()
-        self.moved = sum(_state(p) != before for p, before in self._before)
+        self.moved = sum(_state(t) != before for t, before in self._before)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from lowtide.tape.known import Entry
 from lowtide.tape.operators import facts_of
 from lowtide.tape.recorder import Recorder
 from lowtide.tape.tape import Tape
-from lowtide.tape.values import Handle, Value
+from lowtide.tape.values import Handle, Kept, Value
 from lowtide.tape.writes import Behind
 
 # What these keep for their backward has no size on fake tensors.
@@ -298,6 +298,12 @@ class FakeRecorder(Recorder):
         if unnoticed.handles and unnoticed.saved is not None and unnoticed.saved.op is not None:
             unnoticed.saved.held = None
         super()._follow_live(unnoticed, entry, before)
+
+    def _kept(self, tensor: torch.Tensor) -> Any:
+        if _compat.has_own_dispatch(type(tensor)):
+            return super()._kept(tensor)
+        with _compat.under_modes():  # below them, an alias is a tensor of the device "meta"
+            return Kept(tensor.detach())
 
     def _hold(self, entry: Entry, value: Value, tensor: torch.Tensor) -> None:
         with _compat.under_modes():

@@ -158,8 +158,8 @@ def _tell_of_a_real_step(reason: str, moved: int) -> None:
     stays = ""
     if moved:
         stays = (
-            f" The step also changed parameters ({moved} of them), and that was not undone: leave "
-            "optimizer.step(), or what else writes them, out of it."
+            f" The step also changed parameters or other tensors ({moved} of them), and that was "
+            "not undone: leave optimizer.step(), or what else writes them, out of it."
         )
     warnings.warn(
         f"the step cannot run on fake tensors ({reason}): one real forward and "

@@ -168,8 +168,8 @@ def _put_back(found: Found) -> Iterator[None]:
         yield
     if state.moved:
         warnings.warn(
-            f"real steps were run, and each changed parameters ({state.moved} of them). That was "
-            "not undone: leave optimizer.step() out of the step.",
+            f"real steps were run, and each changed parameters or other tensors ({state.moved} of "
+            "them). That was not undone: leave optimizer.step() out of the step.",
             DryRunWarning,
             stacklevel=users_frame(),
         )

@@ -1,11 +1,13 @@
 """Steps whose limit holds for nothing, as autograd has nothing of ours that it could ask for.
 
 Problem: hooks that are open inside a recording own what they take (`save_on_cpu` around a whole
-forward), and a context around a backward alone has no forward. No request shows that the backward
-runs: such a step is neither planned nor measured nor refused. Invariant: this is said once per
-budget, when its context ends, so that the warning names a line of the program's. Imports
-`lowtide.errors`. Rejected: hooks of our own on the program's parameters to notice such a backward:
-it would see them.
+forward), a context around a backward alone has no forward, and some forwards save nothing (the sum
+of a parameter). No request shows that the backward runs: such a step is neither planned nor
+measured nor refused. Invariant: this is said once per budget, when its context ends, so that the
+warning names a line of the program's; of a forward that saves nothing, only if the gradients alone
+exceed what it may take. Imports `lowtide.errors`, limits, allowance and decide. Rejected: hooks of
+our own on the program's parameters to notice such a backward: it would see them; refusing a forward
+that saves nothing, as no backward may come.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ import warnings
 from typing import TYPE_CHECKING
 
 from lowtide.errors import UncountedWarning, users_frame
+from lowtide.limits import exact_bytes
 
 if TYPE_CHECKING:
+    from lowtide.learning.allowance import Allowance
     from lowtide.running.decide import StepDecisions
 
 _HOOKS = (
@@ -29,12 +33,23 @@ _BACKWARD = (
     "budget is neither recomputed nor counted. Put `with budget:` around forward and loss; "
     "backward() may come after it closes."
 )
+_NOTHING = (
+    "the forward has saved nothing for backward, so nothing of the step can be recomputed and "
+    "nothing shows that its backward runs: it is not measured, and not refused. The gradients of "
+    "what it has read take {need}; the limit allows {allowed}. Use a larger limit, or freeze "
+    "parameters."
+)
 
 
 class Hidden:
-    """Whether it was said."""
+    """Whether it was said.
 
-    def __init__(self) -> None:
+    Args:
+        allowance: what a step may take.
+    """
+
+    def __init__(self, allowance: Allowance) -> None:
+        self._allowance = allowance
         self._said = False
 
     def look(self, decisions: StepDecisions, steps: int) -> None:
@@ -44,4 +59,16 @@ class Hidden:
         if not self._said and (alone or decisions.hides_all):
             self._said = True
             told = _BACKWARD if alone else _HOOKS
+            warnings.warn(told, UncountedWarning, stacklevel=users_frame())
+
+    def look_at_size(self, decisions: StepDecisions) -> None:
+        """The same, of a forward that a budget was put around and that has saved nothing."""
+        observer = None if self._said else decisions.nothing_to_ask_for
+        if observer is None:
+            return
+        need = sum(nbytes for _, nbytes in observer.leaves.gradients.values())
+        allowed = self._allowance.of(need, self._allowance.before)
+        if need > allowed:
+            self._said = True
+            told = _NOTHING.format(need=exact_bytes(need), allowed=exact_bytes(max(0, allowed)))
             warnings.warn(told, UncountedWarning, stacklevel=users_frame())

@@ -89,6 +89,7 @@ class Lives:
         self.missing = 0
         self._missing: dict[int, int] = {}  # the same, value by value
         self._saved: frozenset[int] | None = None  # when backward began
+        self._times: tuple[int, ...] = ()  # the same values, each as often as it was saved
         self.handles: dict[int, int] = {}
         self._meant: weakref.WeakKeyDictionary[Handle, list[int]] = weakref.WeakKeyDictionary()
         self._outside: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()

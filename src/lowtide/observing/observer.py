@@ -12,6 +12,7 @@ a profiling step.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -180,6 +181,7 @@ class Observer(CutOff):
             tuple(self.calls),
             self.behind,
             self.withheld,
+            self._times,
         )
 
     # ------------------------------------------------------------------ forward
@@ -339,6 +341,7 @@ class Observer(CutOff):
         self.leaves.look_again()
         self.retains = _compat.in_backward() and _compat.backward_retains_graph()
         self._saved = frozenset([number for number, count in self.handles.items() if count])
+        self._times = tuple(sorted(Counter(self.handles).elements()))
         ours = set()
         named, self._named = self._named, {}
         for number, weak in named.items():

@@ -53,6 +53,8 @@ class Seen:
     """What its backward could take again in the graphs of earlier steps, which it went through."""
     withheld: int = 0
     """What those of them in its context would have left more under a larger limit."""
+    handles: tuple[int, ...] = ()
+    """The values that `saved` has, sorted, each as often as autograd had saved it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For another process: without leaves and operators, which cannot be sent, but with what
@@ -65,7 +67,7 @@ class Seen:
         return Seen, (
             ops, self.carries_grad, parameters, {}, self.forward, self.saved, (), self.place,
             self.before, self.retains, self.calls, self.behind,
-            self.withheld,
+            self.withheld, self.handles,
         )  # fmt: skip
 
     def of_leaves(self, originals: Mapping[int, torch.Tensor]) -> Seen:

@@ -122,6 +122,15 @@ class StepDecisions(ForwardDecisions):
         observer = self.observer
         return observer is not None and observer.names.gradients_alone and not self.saves
 
+    @property
+    def nothing_to_ask_for(self) -> Observer | None:
+        """What was seen of a forward that ended with a result, read leaves that get gradients, and
+        has saved nothing at all (the sum of a parameter); None for any other."""
+        observer = self.observer
+        if observer is None or self.saves or self.others_save or observer.names.gradients_alone:
+            return None
+        return observer if observer.names.returned and observer.leaves.gradients else None
+
     def pending(self) -> bool:
         """Whether its forward or its backward runs, or a backward may come.
 

@@ -250,7 +250,11 @@ class ForwardDecisions(StepAlone):
         prepared = self.prepared
         if prepared is None:
             return
-        if len(self.seen) != prepared.seen.forward or self._saves_more(prepared):
+        if (
+            len(self.seen) != prepared.seen.forward
+            or self._saves_more(prepared)
+            or self._saves_less(prepared)
+        ):
             found, covered = self._other_plan(prepared, whole=True)
             self._diverged(len(self.seen), found, None, [], covered=covered)
 
@@ -263,6 +267,20 @@ class ForwardDecisions(StepAlone):
         if not seen.current():
             return True
         return self._handles.beyond(seen.saved)
+
+    def _saves_less(self, prepared: Prepared) -> bool:
+        """Whether backward will not make some of the plan's requests, between others that it makes:
+        what is then asked for is later in the plan than it seems. Parts were frozen or read under
+        `no_grad` that were not then, which a plan for a larger step, or from a file, does not
+        show."""
+        planned = prepared.seen.handles
+        if self._handles.numbered() >= len(planned):
+            return False
+        there = Counter([handle.value.number for handle in self._handles.alive()])
+        gone, known = (Counter(planned) - there).keys(), set(planned)
+        asked = [event.value for event in prepared.graph.events if event.value in known]
+        made = [place for place, value in enumerate(asked) if value not in gone]
+        return bool(made) and made[-1] - made[0] >= len(made)
 
 
 def _holds(left: Prepared, found: Prepared, count: int) -> bool:

@@ -344,6 +344,10 @@ class WeakList(Generic[R]):
         numbers = (handle.value.number for handle in self.alive())
         return any(number >= 0 and number not in planned for number in numbers)
 
+    def numbered(self: WeakList[Handle]) -> int:
+        """How many of the handles are for numbered values."""
+        return sum(handle.value.number >= 0 for handle in self.alive())
+
     def settle(self) -> None:
         """Settle those of the values that are held."""
         for value in self.alive():
