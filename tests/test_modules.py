@@ -11,7 +11,7 @@ import operator
 import pickle
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Union
 
 import numpy as np
 import pytest
@@ -67,6 +67,7 @@ def test_patterns(name: str, pattern: str, fits: bool) -> None:
         ({Block}, ("layers.0", "layers.1", "layers.2", "layers.3")),
         ({"head": None}.keys(), ("head",)),
         (nn.Conv1d | nn.Dropout, tuple(f"layers.{n}.drop" for n in range(4))),
+        (Union[nn.Conv1d, nn.Dropout], tuple(f"layers.{n}.drop" for n in range(4))),  # noqa: UP007
         (["layers.1", "*.first"], (*(f"layers.{n}.first" for n in range(4)), "layers.1")),
     ],
 )
@@ -173,7 +174,7 @@ def test_only_containers(which: Any) -> None:
     assert "'layers.*'" in text
 
 
-@pytest.mark.parametrize("which", [3, None, 1.5, b"layers", {"layers.0": True}])
+@pytest.mark.parametrize("which", [3, None, 1.5, b"layers", {"layers.0": True}, list[Block]])
 def test_a_selection_of_the_wrong_kind(which: Any) -> None:
     assert "cannot select modules by" in fails(which)
 

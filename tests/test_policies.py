@@ -504,3 +504,28 @@ def test_an_answer_that_is_text_is_refused() -> None:
 def test_no_answer_is_to_recompute() -> None:
     replayed = run(lambda operation: None)  # type: ignore[arg-type,return-value]
     assert replayed.names() == EVERYTHING
+
+
+class Running(nn.Module):
+    """Fills its buffer in each forward, and reads a copy of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            torch.mean(x, 0, out=self.mean)
+        return (x * self.mean.clone()).exp()
+
+
+def test_a_buffer_that_a_policy_keeps_may_move_again_before_backward() -> None:
+    x = leaf(3, 4)
+    found = []
+    for policy in (None, KeepNothing(), KeepOperators("mean")):
+        model = Running()
+        y = model(x) if policy is None else lowtide.checkpoint(model, x, policy=policy)
+        model(x.detach() * 2)  # outside of the region, which does not see it
+        found.append(torch.autograd.grad(y.sum(), x))
+    assert same(found[0], found[1])
+    assert same(found[0], found[2])

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import functools
 import inspect
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import UnionType
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard, Union, get_args, get_origin
 
 from torch import nn
 
@@ -112,6 +114,8 @@ def _parts_match(parts: list[str], patterns: list[str]) -> bool:
 def _matches(which: Which, everything: Named) -> Named:
     if isinstance(which, Every):
         return _every_nth(which, everything)
+    if get_origin(which) is Union:  # typing.Union[A, B], which before Python 3.14 is not `A | B`
+        which = functools.reduce(operator.or_, get_args(which))
     if _is_several(which):
         entries = list(which)
         if not entries:
@@ -123,7 +127,7 @@ def _matches(which: Which, everything: Named) -> Named:
         found = [(name, module) for name, module in everything if isinstance(module, which)]
     elif isinstance(which, nn.Module):
         found = [(name, module) for name, module in everything if module is which]
-    elif callable(which):
+    elif callable(which) and get_origin(which) is None:  # list[A] can be called, and is no rule
         _check_predicate(which)
         found = [(name, module) for name, module in everything if which(name, module)]
     else:

@@ -284,7 +284,7 @@ class Known:
 
     def _hold(self, entry: Entry, value: Value, tensor: Tensor) -> None:
         hold(value, tensor)
-        if value.keep:
+        if value.keep and entry.counted:  # a buffer may move again: then it is made once more
             value.settle()
         entry.weak = weakref.ref(value)
         entry.value = None
