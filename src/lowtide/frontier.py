@@ -14,8 +14,8 @@ from typing import Any, overload
 from lowtide import engine
 from lowtide.dryrun.run import Dry, dry_run
 from lowtide.memory.margins import limit_for
-from lowtide.planner import minimum, solve
-from lowtide.plans import Plan, from_solution, plan_step
+from lowtide.planner import solve
+from lowtide.plans import Plan, from_solution, least_of, plan_step
 from lowtide.plantext import POINT, plan_cells
 from lowtide.texttable import table
 
@@ -103,7 +103,7 @@ def curve_of(step: Dry) -> Curve:
     """The curve of a step that a dry run saw already."""
     graph = step.graph
     plain = plan_step(step, None)
-    least, polish = minimum(graph), engine.annealing()
+    least, polish = least_of(step), engine.annealing()
     points = [plain]
     for share in _SHARES:
         limit = int(share * plain.peak)

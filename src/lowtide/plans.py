@@ -143,7 +143,7 @@ class Plan:
         0.2 % above the lowest peak that it reaches, because a prediction may be some bytes off;
         never above the plain peak. The search runs when this is first read.
         """
-        return _smallest_limit(min(minimum(self.step.graph).peak, self.peak), self.plain_peak)
+        return _smallest_limit(min(least_of(self.step).peak, self.peak), self.plain_peak)
 
     @property
     def overhead(self) -> float:
@@ -354,7 +354,7 @@ def plan_step(step: Dry, limit: int | float | None, prove: bool = True) -> Plan:
     if plain.plain_peak <= limit:
         return replace(plain, limit=limit)
     free = margins.PREDICTED[step.source]
-    least = minimum(graph, margins.roomy(limit, free))
+    least = least_of(step, margins.roomy(limit, free))
     # What is found to need more than the limit may still be found to fit, by the search for it.
     room = margins.room_near(limit, free, min(least.peak, limit))
     solution = solve(
@@ -380,6 +380,11 @@ def plan_step(step: Dry, limit: int | float | None, prove: bool = True) -> Plan:
     return from_solution(step, limit, solution)
 
 
+def least_of(step: Dry, enough: int = 0) -> Solution:
+    """The plan with the lowest peak; another call that records the same step finds it too."""
+    return minimum(step.graph, enough, by_sizes=step.source == "recorded")
+
+
 def plan_alone(step: Dry, limit: int | float) -> Plan:
     """Plan a model's forward alone, that a dry run saw: with room for a loss that is to come or, as
     that is a guess, with as much of it as a plan can leave."""
@@ -391,7 +396,7 @@ def plan_alone(step: Dry, limit: int | float) -> Plan:
     try:
         return plan_step(step, limit)
     except BudgetError:
-        usual, least = plan_step(bare, limit), minimum(step.graph)
+        usual, least = plan_step(bare, limit), least_of(step)
     roomy = replace(usual, retention=least.plan, bound=None, status="fits")
     return roomy if roomy.peak <= limit else usual
 

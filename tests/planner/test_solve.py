@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -243,6 +244,29 @@ def test_below_the_minimum(name: str) -> None:
 def test_minimum_can_be_asked_for() -> None:
     for name in ("resnet", "unet", "chain"):
         assert solve(NETWORKS[name](), lowest_of(name).peak).status == "fits"
+
+
+@pytest.mark.parametrize("seed", [41, 47, 51, 58, 114])
+def test_a_minimum_by_sizes_is_the_same_for_other_times(seed: int) -> None:
+    """The search by times ends elsewhere for some of these."""
+    graph, peaks = random_graph(seed, 16), set()
+    for share in range(3):
+        chance = random.Random(share)
+        ops = [replace(op, seconds=op.seconds * chance.choice((0.2, 1, 5))) for op in graph.ops]
+        measured = replace(graph, ops=tuple(ops))
+        found = minimum(measured, by_sizes=True)
+        assert found.seconds == simulate(measured, found.plan.retain).seconds
+        assert minimum(measured).peak <= found.peak
+        peaks.add(found.peak)
+    assert len(peaks) == 1
+
+
+def test_a_minimum_is_also_looked_for_without_times() -> None:
+    """By times alone the search ends at 79."""
+    graph = random_graph(521, 12)
+    found = minimum(graph)
+    check(graph, found, found.peak)
+    assert found.peak == 64
 
 
 def test_nothing_to_do() -> None:
