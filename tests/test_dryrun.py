@@ -19,10 +19,12 @@ import lowtide
 from by_hand import same
 from lowtide import engine
 from lowtide.dryrun.found import Found
+from lowtide.dryrun.putback import RealState
 from lowtide.dryrun.recorder import Adding
 from lowtide.dryrun.run import Dry, dry_run
 from lowtide.dryrun.watching import loss_of
 from lowtide.errors import DryRunWarning, UsageError
+from lowtide.measure import measure
 from lowtide.planner import Simulator, keep_all
 
 
@@ -203,6 +205,31 @@ def test_generators_of_the_program_are_put_back(place: str, real: bool) -> None:
         assert dry_run(step, (torch.ones(2, 4),), {}).source == ("recorded" if real else "fake")
     assert torch.equal(generator.get_state(), state)
     assert ["or other tensors (1 of them)" in str(w.message) for w in told] == [True] * real
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("kind", ["negated", "quantized", "large"])
+def test_a_real_step_may_reach_any_tensors(kind: str) -> None:
+    """And to look whether one was written takes little memory, however large it is."""
+    if kind == "negated":
+        other = torch.ones(3, dtype=torch.complex64).conj().imag
+    elif kind == "quantized":
+        other = torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.quint8)
+    else:
+        other = torch.zeros(2, 1 << 23, dtype=torch.uint8)
+    x = torch.ones(3, requires_grad=True)
+
+    def step() -> Tensor:
+        return x.sin().sum() + float(x.detach().sum()) * len(other)
+
+    def plan() -> None:
+        with pytest.warns(DryRunWarning, match="one real forward"):
+            assert dry_run(step, (), {}).source == "recorded"
+
+    assert measure(plan).peak_bytes < 80_000_000  # a copy of the large one as int64 takes 134 MB
+    with RealState(Found(step, (), {})) as state:
+        other.zero_() if kind == "large" else x.detach().zero_()
+    assert state.moved == 1
 
 
 def test_no_memory_is_allocated_for_a_step_that_would_not_fit() -> None:

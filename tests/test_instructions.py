@@ -155,8 +155,11 @@ SHARED = {
     "rows": Shape((8, 64, 512), (64, 64, 3)),
     "a wide kernel": Shape((8, 32, 200), (2, 32, 16), padding=8),
     "a wide kernel that is padded much": Shape((2, 32, 40, 40), (32, 32, 17, 17), padding=8),
+    "groups, few images": Shape((1, 51, 56, 56), (15, 17, 7, 7), padding=3, groups=3),
     "groups": Shape((8, 96, 4, 4, 4), (64, 48, 3, 3, 3), 3, groups=2),
-    "groups, few channels": Shape((3, 24, 14, 14), (2, 12, 16, 16), padding=8, groups=2),
+    "groups, few points": Shape((2, 48, 8, 8), (34, 24, 7, 7), 2, 3, groups=2),
+    "groups, few images, 3D": Shape((1, 10, 8, 8, 8), (40, 5, 3, 3, 3), padding=1, groups=2),
+    "groups, few channels": Shape((4, 24, 14, 14), (2, 12, 16, 16), padding=8, groups=2),
     "groups, transposed": Shape((2, 10, 14, 14), (10, 5, 5, 5), groups=2, more=0),
     "groups, stride, last": Shape((1, 24, 64, 64), (192, 12, 2, 2), 2, 1, groups=2, last=True),
 }
@@ -172,6 +175,14 @@ def test_what_many_threads_take_together_with_avx512(name: str, threads: int) ->
         peak = lowtide.measure(lambda f=function, a=args: f(*a), device="cpu").peak_bytes
         least, most = peak * 49 // 50 - (threads << 14), peak * 5 // 4 + (32 << 10)
         assert least <= modelled(operator, made, args) <= most, operator
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_convolution_of_no_images_takes_nothing(dtype: torch.dtype) -> None:
+    """A step of a detector may have none. Their number was divided by."""
+    shape = Shape((0, 12, 8), (12, 32, 3), 2, dilation=2, groups=4, more=0)
+    for operator, (_, args) in shape.calls("cpu", dtype).items():
+        assert modelled(operator, 0, args) == 0
 
 
 @exact_workspaces

@@ -433,10 +433,14 @@ def test_a_forward_that_saves_nothing_and_has_larger_gradients_is_told(limit: in
                 loss = loss_of(weight)
             loss.backward()
 
-    # Inside the limit; or without a result, so that no backward can come.
+    # Inside the limit; or without a result, or a graph, so that no backward can come.
     steps(lowtide.budget(4100), torch.sum)
+    weight.grad = None
     with lowtide.budget(limit):
         weight.sum()
+    with lowtide.budget(limit), torch.no_grad():
+        result = weight.sum()
+    assert not result.requires_grad
     weight.grad = None
     with pytest.warns(UncountedWarning, match=r"saved nothing .* take 4000 bytes") as told:
         steps(lowtide.budget(limit), torch.sum)

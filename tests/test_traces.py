@@ -139,6 +139,7 @@ def test_fake_tensors_inside(way: Way) -> None:
 
 def _made_on_meta() -> None:
     assert (torch.empty(1 << 22, device="meta") * 2).add_(1).device.type == "meta"
+    torch.tensor(2.0) * torch.empty(1 << 22, device="meta")  # the number's device is the CPU
 
 
 def _made_of_fakes() -> None:

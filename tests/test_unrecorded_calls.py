@@ -43,6 +43,11 @@ def _save_inputs(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*inputs)
 
 
+@torch.library.custom_op(f"{_LIBRARY}::on_a_named_device", mutates_args=())
+def _on_a_named_device(x: Tensor, *, device: str) -> Tensor:
+    return x.sin().to(device)
+
+
 @torch.library.custom_op(f"{_LIBRARY}::formula", mutates_args=())
 def _formula(x: Tensor) -> Tensor:
     return x * 0.5 * (1 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
@@ -132,6 +137,18 @@ class _Net(nn.Module):
                 if self.then == "a draw":
                     x = torch.nn.functional.dropout(x, 0.1)
         return _wide_inside(x).sum() if self.then == "nothing" else x.square().mean()
+
+
+def test_an_operator_of_a_library_may_have_an_argument_of_the_name_device() -> None:
+    """That is text, and says nothing about where its result will be."""
+    x = torch.rand(64, 64, requires_grad=True)
+    budget = lowtide.budget("100 KB")
+    for _ in range(3):
+        with budget:
+            y = x.sin().exp()
+            seen = _on_a_named_device(y.detach(), device="cpu")
+            loss = (y * seen.sum()).sin().sum()
+        loss.backward()
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7])

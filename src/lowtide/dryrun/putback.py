@@ -198,23 +198,34 @@ def without_gradients(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
             leaf.grad = gradient
 
 
-def _state(parameter: torch.Tensor) -> tuple[int, int]:
+def _state(tensor: torch.Tensor) -> tuple[int, int]:
     """The version, and a sum of the bits: a write through `.data` moves no version."""
-    version = _compat.version_of(parameter)
-    if nn.parameter.is_lazy(parameter) or parameter.device.type == "meta":
+    version = _compat.version_of(tensor)
+    if nn.parameter.is_lazy(tensor) or tensor.device.type == "meta":
         return version, 0
-    whole = _WHOLE.get(parameter.element_size())
-    if whole is None or parameter.layout is not torch.strided or parameter.is_conj():
+    whole = _WHOLE.get(tensor.element_size())
+    if whole is None or tensor.layout is not torch.strided or tensor.is_quantized:
         return version, 0
-    if _compat.has_own_dispatch(type(parameter)):
+    if tensor.is_conj() or tensor.is_neg() or _compat.has_own_dispatch(type(tensor)):
         return version, 0
-    if parameter.untyped_storage().nbytes() < parameter.nbytes:  # freed, as FSDP1 does
+    if tensor.untyped_storage().nbytes() < tensor.nbytes:  # freed, as FSDP1 does
         return version, 0
     with torch.no_grad():
-        return version, int(parameter.detach().view(whole).sum(dtype=torch.int64))
+        return version, _sum(tensor.detach().view(whole))
 
 
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SUMMED = 1 << 22  # numbers at once
+
+
+def _sum(bits: torch.Tensor) -> int:
+    """Part by part, as torch sums a copy in the larger dtype: of a whole data set, that is many
+    times its size."""
+    if bits.numel() <= _SUMMED:
+        return int(bits.sum(dtype=torch.int64))
+    longest = max(range(bits.dim()), key=bits.shape.__getitem__)
+    count = max(1, bits.shape[longest] * _SUMMED // bits.numel())
+    return sum(int(part.sum(dtype=torch.int64)) for part in bits.split(count, longest))
 
 
 def _content(

@@ -196,11 +196,13 @@ def unfolded_forward(g: Geometry, last: bool) -> int:
     """An upper bound: large images are unfolded in parts that fit a cache, found by a search that
     is not repeated here."""
     image = math.prod(g.read) * g.channels * FLOAT if last else 0
-    columns = _columns(g)
-    many = g.batch * g.groups * math.prod(g.given) >= WIDTH * g.threads
-    if many and not last and not g.volume:
-        columns = min(columns, g.cache * 33 // 32)
-    threads = g.threads if g.lanes == WIDTH else min(g.threads, g.batch * g.groups)
+    columns, threads, images = _columns(g), g.threads, g.batch * g.groups
+    vectors = images * math.prod(g.given) // g.lanes
+    if vectors >= threads and not last and not g.volume:
+        part = g.cache * 33 // 32
+        if g.lanes > WIDTH and vectors >= 2 * threads and columns <= part:
+            threads = min(threads, images)  # none is divided
+        columns = min(columns, part)
     return threads * (columns + image)
 
 

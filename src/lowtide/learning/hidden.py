@@ -66,7 +66,12 @@ class Hidden:
         observer = None if self._said else decisions.nothing_to_ask_for
         if observer is None:
             return
-        need = sum(nbytes for _, nbytes in observer.leaves.gradients.values())
+        ops, reads = observer.ops, observer.leaves.reads
+        need = sum(
+            nbytes
+            for leaf, (_, nbytes) in observer.leaves.gradients.items()
+            if any(ops[read.op].node for read in reads.get(leaf, ()))  # not under `no_grad`
+        )
         allowed = self._allowance.of(need, self._allowance.before)
         if need > allowed:
             self._said = True

@@ -73,10 +73,14 @@ class Where:
     def makes_elsewhere(self, facts: Facts, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether what a call makes is on a device whose bytes do not count, or has none: it is on
         the meta device, or made of fake tensors."""
-        first = next(iter(tensors_in(args, {})), None)
+        tensors = tensors_in(args, {})
+        # A number, as a tensor on the CPU, is combined with tensors on any device.
+        first = next((t for t in tensors if t.dim()), tensors[0] if tensors else None)
         if fakes.mode_is_on() or (type(first) not in _REAL and fakes.is_fake(first)):
             return True
-        device: torch.device | None = kwargs.get("device")
+        device = kwargs.get("device")
+        if not isinstance(device, torch.device):  # an operator of a library may mean anything by it
+            device = None
         if device is None and first is not None:
             device = first.device
         elif device is None:
