@@ -62,7 +62,7 @@ inline void hold(Entry* entry, Value* value, const at::Tensor& tensor) {
   Owned kept(Py_NewRef(object_of(value)));
   value->held = at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), false));
   value->version = version_of(value->held);
-  if (value->keep && entry->counted != 0) settle(value);
+  if (value->keep && (entry->counted != 0 || value->nbytes == 0)) settle(value);
   entry->weak = weak_to(kept.get());
   put_value(entry, nullptr);
   watch(watched, entry->key, kept.get());

@@ -284,7 +284,8 @@ class Known:
 
     def _hold(self, entry: Entry, value: Value, tensor: Tensor) -> None:
         hold(value, tensor)
-        if value.keep and entry.counted:  # a buffer may move again: then it is made once more
+        # A buffer may move again: then it is made once more. What is elsewhere has no bytes.
+        if value.keep and (entry.counted or not value.nbytes):
             value.settle()
         entry.weak = weakref.ref(value)
         entry.value = None
