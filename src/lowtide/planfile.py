@@ -55,7 +55,7 @@ def document(step: Dry, rest: dict[str, Any]) -> dict[str, Any]:
         "saved": [None if log.saved is None else list(log.saved) for log in seen.ops],
         **{key: [getattr(log, key) for log in seen.ops] for key in _NUMBERS},
         "carries_grad": sorted(seen.carries_grad),
-        "asked": None if seen.saved is None else list(seen.handles),
+        "asked": None if seen.handles is None else list(seen.handles),
         "parameters": [list(pair) for pair in seen.parameters.values()],
         "graph": json.loads(step.graph.to_json()),
     }
@@ -146,10 +146,9 @@ def _seen(graph: Graph, data: dict[str, Any]) -> Seen:
         raise UsageError("damaged document: 'parameters' must be a list of pairs of numbers")
     # Negative keys, as the keys of a running step are ids of tensors.
     parameters = {-1 - place: (pair[0], pair[1]) for place, pair in enumerate(pairs)}
-    handles = [] if data.get("asked") is None else _whole(data, "asked", None)
-    asked = None if data.get("asked") is None else frozenset(handles)
+    asked = None if data.get("asked") is None else tuple(sorted(_whole(data, "asked", None)))
     carries = frozenset(_whole(data, "carries_grad", None))
-    return Seen(ops, carries, parameters, {}, forward, asked, handles=tuple(sorted(handles)))
+    return Seen(ops, carries, parameters, {}, forward, asked)
 
 
 def retention(graph: Graph, data: dict[str, Any]) -> Retention:

@@ -7,9 +7,13 @@ there is known to be over before the next (`Graph.latest`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 from math import prod
 
+from graphs import random_graph
+
+from lowtide.planner import keep_all
 from lowtide.planner.graph import Graph
 from lowtide.planner.repair import Candidate, Problem
 from lowtide.planner.retention import HOLD, NEVER
@@ -49,3 +53,19 @@ def brute_force(graph: Graph, limit: int) -> tuple[Candidate | None, int]:
         if result.peak <= limit and (best is None or result.seconds < best.result.seconds):
             best = Candidate(retain, result)
     return best, lowest
+
+
+def tiny_graphs() -> Iterator[tuple[Graph, int, int, Candidate]]:
+    """Some fifty random graphs; of each the lowest peak of any plan, a limit a third of the way
+    from there to the plain peak, and the cheapest plan within it."""
+    for seed in range(60):
+        graph = random_graph(seed, 3 + seed % 3)
+        problem = Problem(Simulator(graph))
+        if prod(len(choices(problem, v)) for v in range(len(graph.values))) > 2_000:
+            continue
+        plain = problem.sim.run(keep_all(graph).retain).peak
+        _, lowest = brute_force(graph, 0)
+        limit = lowest + (plain - lowest) // 3
+        best, _ = brute_force(graph, limit)
+        assert best is not None
+        yield graph, lowest, limit, best

@@ -6,14 +6,13 @@ import threading
 import time
 from dataclasses import astuple, replace
 from functools import cache
-from math import prod
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
-from brute_force import brute_force, choices
+from brute_force import choices, tiny_graphs
 from graphs import NETWORKS, random_graph, resnet, with_cut, with_later
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -183,16 +182,9 @@ def test_it_lays_out_parts_of_the_step_anew(annealing: Polish) -> None:
 
 def test_it_is_as_good_as_every_plan_of_tiny_graphs(annealing: Polish) -> None:
     tried = optimal = 0
-    for seed in range(60):
-        graph = random_graph(seed, 3 + seed % 3)
-        problem = Problem(Simulator(graph))
-        if prod(len(choices(problem, v)) for v in range(len(graph.values))) > 2_000:
-            continue
-        plain = simulate(graph, keep_all(graph).retain).peak
-        least, start = brute_force(graph, 0)[1], minimum(graph)
-        limit = least + (plain - least) // 3
-        best, _ = brute_force(graph, limit)
-        if best is None or start.peak > limit:
+    for graph, _, limit, best in tiny_graphs():
+        problem, start = Problem(Simulator(graph)), minimum(graph)
+        if start.peak > limit:
             continue
         lists, open_ = problem.sim.lists(), choices_of(problem)
         plan = annealing(lists, open_, list(start.plan.retain), limit, 200_000, 0.0, 10.0)

@@ -9,7 +9,7 @@ from functools import cache
 from math import prod
 
 import pytest
-from brute_force import brute_force, choices
+from brute_force import brute_force, choices, tiny_graphs
 from graphs import (
     MIB,
     NETWORKS,
@@ -126,17 +126,8 @@ def test_a_value_is_dropped_between_two_backwards() -> None:
 
 def test_close_to_every_plan_on_average() -> None:
     tried = fitted = optimal = lowest_met = 0
-    for seed in range(60):
-        graph = random_graph(seed, 3 + seed % 3)
-        problem = Problem(Simulator(graph))
-        if prod(len(choices(problem, v)) for v in range(len(graph.values))) > 2_000:
-            continue
-        plain = simulate(graph, keep_all(graph).retain).peak
-        _, lowest = brute_force(graph, 0)
+    for graph, lowest, limit, best in tiny_graphs():
         lowest_met += minimum(graph).peak == lowest
-        limit = lowest + (plain - lowest) // 3
-        best, _ = brute_force(graph, limit)
-        assert best is not None
         solution = solve(graph, limit)
         tried += 1
         fitted += solution.status == "fits"

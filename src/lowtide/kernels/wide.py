@@ -17,7 +17,7 @@ import torch
 from lowtide import _compat
 from lowtide.kernels.avx2 import geometry
 from lowtide.kernels.avx2_kernels import direct_sums
-from lowtide.kernels.avx2_scratch import threads_that_sum, unfolded_parameter
+from lowtide.kernels.avx2_scratch import Geometry, threads_that_sum, unfolded_parameter
 from lowtide.kernels.blocks import CHANNEL_BLOCK, FLOAT, nbytes, padded
 from lowtide.kernels.half import (
     NARROW,
@@ -219,9 +219,7 @@ def _summed(read: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, optio
         columns = nbytes(given) // max(1, others * given.shape[0]) * math.prod(weight.shape[1:])
         if volume:  # one slice at a time
             columns //= max(1, given.shape[2])
-        if single:
-            return unfolded_parameter(g, False)
-        return threads_that_sum(g, False) * (_REDUCED * parameter + columns)
+        return _unfolded(g, weight, columns)
     if not whole and not halves:
         blocked = _blocked(weight, CHANNEL_BLOCK, 1)
         sums = partial_gradients(g, False) if single else 0
@@ -241,6 +239,13 @@ def _summed(read: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, optio
     if gathers:
         taken += _gathered(read, nbytes(given) // max(1, others))
     return max(taken + blocked - parameter, blocked)
+
+
+def _unfolded(g: Geometry, weight: torch.Tensor, columns: int) -> int:
+    """The gradient of a parameter as a product with unfolded images, of `columns` bytes each."""
+    if weight.element_size() == FLOAT:
+        return unfolded_parameter(g, False)
+    return threads_that_sum(g, False) * (_REDUCED * nbytes(weight) + columns)
 
 
 def _blocked(weight: torch.Tensor, first: int, second: int) -> int:
@@ -296,9 +301,7 @@ def _grouped_backward(
         if source.dim() == 5:  # one slice at a time
             columns //= given.shape[2]
         columns *= source.element_size()
-        if source.element_size() == FLOAT:
-            return max(first, unfolded_parameter(g, False))
-        return max(first, threads_that_sum(g, False) * (_REDUCED * parameter + columns))
+        return max(first, _unfolded(g, weight, columns))
     copies = torch.get_num_threads() * (padded(parameter, channels) - parameter)
     pointwise = _pointwise(weight, stride)
     few = channels < CHANNEL_BLOCK and not pointwise and not is_depthwise(source, weight)

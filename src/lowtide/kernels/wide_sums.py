@@ -127,5 +127,6 @@ def _divider(value: int, least: int, most: int, *, largest: bool) -> int:
     most = max(1, min(most, value))
     least = max(1, min(least, most))
     loss = {each: (up(value, each) - value) / up(value, each) for each in range(least, most + 1)}
-    fitting = [each for each, share in loss.items() if share == min(loss.values())]
+    smallest = min(loss.values())
+    fitting = [each for each, share in loss.items() if share == smallest]
     return max(fitting) if largest else min(fitting)

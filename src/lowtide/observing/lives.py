@@ -88,8 +88,8 @@ class Lives:
         self._asked_on = 0  # the thread of the last request: another one's marks may be lost
         self.missing = 0
         self._missing: dict[int, int] = {}  # the same, value by value
-        self._saved: frozenset[int] | None = None  # when backward began
-        self._times: tuple[int, ...] = ()  # the same values, each as often as it was saved
+        # When backward began: values, each as often as it was saved.
+        self._saved: tuple[int, ...] | None = None
         self.handles: dict[int, int] = {}
         self._meant: weakref.WeakKeyDictionary[Handle, list[int]] = weakref.WeakKeyDictionary()
         self._outside: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()

@@ -181,7 +181,6 @@ class Observer(CutOff):
             tuple(self.calls),
             self.behind,
             self.withheld,
-            self._times,
         )
 
     # ------------------------------------------------------------------ forward
@@ -340,8 +339,7 @@ class Observer(CutOff):
         self.over = self._begin
         self.leaves.look_again()
         self.retains = _compat.in_backward() and _compat.backward_retains_graph()
-        self._saved = frozenset([number for number, count in self.handles.items() if count])
-        self._times = tuple(sorted(Counter(self.handles).elements()))
+        self._saved = tuple(sorted(Counter(self.handles).elements()))
         ours = set()
         named, self._named = self._named, {}
         for number, weak in named.items():

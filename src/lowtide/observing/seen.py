@@ -37,8 +37,9 @@ class Seen:
     """Every leaf that may get a gradient; `parameters` has those that had none yet."""
     forward: int
     """Operations before backward began."""
-    saved: frozenset[int] | None = None
-    """Values that autograd had saved when backward began; None: not known."""
+    handles: tuple[int, ...] | None = None
+    """Values that autograd had saved when backward began, sorted, each as often as it was saved;
+    None: not known."""
     frozen: tuple[weakref.ref[torch.Tensor], ...] = ()
     """Parameters that were read and get no gradient."""
     place: int = 0
@@ -53,8 +54,6 @@ class Seen:
     """What its backward could take again in the graphs of earlier steps, which it went through."""
     withheld: int = 0
     """What those of them in its context would have left more under a larger limit."""
-    handles: tuple[int, ...] = ()
-    """The values that `saved` has, sorted, each as often as autograd had saved it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For another process: without leaves and operators, which cannot be sent, but with what
@@ -65,9 +64,9 @@ class Seen:
         )
         parameters = {-1 - place: pair for place, pair in enumerate(self.parameters.values())}
         return Seen, (
-            ops, self.carries_grad, parameters, {}, self.forward, self.saved, (), self.place,
+            ops, self.carries_grad, parameters, {}, self.forward, self.handles, (), self.place,
             self.before, self.retains, self.calls, self.behind,
-            self.withheld, self.handles,
+            self.withheld,
         )  # fmt: skip
 
     def of_leaves(self, originals: Mapping[int, torch.Tensor]) -> Seen:
@@ -157,6 +156,11 @@ class Seen:
                 appeared.append(key)
             there = there or (has and not had)
         return _Judged(current, tuple(appeared), there)
+
+    @cached_property
+    def saved(self) -> frozenset[int] | None:
+        """The values among `handles`."""
+        return None if self.handles is None else frozenset(self.handles)
 
     @cached_property
     def _refs(self) -> tuple[weakref.ref[torch.Tensor], ...]:

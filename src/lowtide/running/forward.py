@@ -274,7 +274,7 @@ class ForwardDecisions(StepAlone):
         `no_grad` that were not then, which a plan for a larger step, or from a file, does not
         show."""
         planned = prepared.seen.handles
-        if self._handles.numbered() >= len(planned):
+        if planned is None or self._handles.numbered() >= len(planned):
             return False
         there = Counter([handle.value.number for handle in self._handles.alive()])
         gone, known = (Counter(planned) - there).keys(), set(planned)
